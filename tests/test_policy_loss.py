@@ -192,6 +192,7 @@ def test_one_token_does_not_outweigh_its_batch() -> None:
     assert found(now, then, then, [[1, 1]], [-1.0], negative_bound=None)[0] > 4000
 
 
+@pytest.mark.filterwarnings("ignore:policy_loss. the weights")
 @pytest.mark.parametrize(("length", "without", "within"), [(1_000, 0.55, 1.0), (32_000, 0.0, 0.95)])
 def test_a_dead_zone_keeps_rounding_out_of_long_responses(length: int, without: float, within: float) -> None:
     """Under equal weights, bfloat16's noise makes the product vanish; with a dead zone of 0.4 it keeps its size."""
@@ -202,6 +203,16 @@ def test_a_dead_zone_keeps_rounding_out_of_long_responses(length: int, without: 
     mask, gains = np.ones_like(q), np.ones(len(q))
     found = [-float(april.policy_loss(now, q, mask, gains, dead_zone=zone).detach()) for zone in (0.0, 0.4)]
     assert found == pytest.approx([without, within], abs=0.15)
+
+
+def test_weights_that_vanish_are_told() -> None:
+    """A warning of eight responses whose products are below 0.1; none of seven, with a dead zone, or with q for p."""
+    q = np.linspace(-3, -1, 8 * 300).reshape(8, 300)
+    mask, gains = np.ones_like(q), np.ones(8)
+    with pytest.warns(UserWarning, match=r"below 0\.1 in the mean, .* give dead_zone=0\.4"):
+        april.policy_loss(torch.tensor(q - 0.01), q, mask, gains)
+    for rows, options in ((7, {}), (8, {"dead_zone": 0.4}), (8, {"proximal_logprobs": q})):
+        april.policy_loss(torch.tensor(q[:rows] - 0.01), q[:rows], mask[:rows], gains[:rows], **options)
 
 
 def test_what_has_no_loss_may_hold_anything() -> None:

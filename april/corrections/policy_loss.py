@@ -16,9 +16,10 @@ before the first optimizer step of the batch, r_t = (current probability) / p_t,
   became much likelier can outweigh a batch.
 
 w_i is only useful if engine and trainer compute nearly equal probabilities with equal weights. If they differ by a KL
-divergence of k nats per token, w_i is about e^(-kT) for T tokens, and a long response teaches nothing. Two remedies:
-``dead_zone`` treats ratios p_t / q_t near 1 as 1, so that rounding errors do not add up. Or pass the log-probabilities
-at sampling as ``proximal_logprobs``: q then takes the place of p, w_i is 1, and the clip limits the ratio to q.
+divergence of k nats per token, w_i is about e^(-kT) for T tokens, and a long response teaches nothing, of which a
+warning tells. Two remedies: ``dead_zone`` treats ratios p_t / q_t near 1 as 1, so that rounding errors do not add up.
+Or pass the log-probabilities at sampling as ``proximal_logprobs``: q then takes the place of p, w_i is 1, and the clip
+limits the ratio to q.
 
 Apart from that, ``geometric_bounds`` can remove the loss of responses whose mean ratio p_t / q_t is far from 1:
 "Geo-Mask" of Liu et al. above, ``seq-mask-tis`` in NeMo-RL.
@@ -26,6 +27,7 @@ Apart from that, ``geometric_bounds`` can remove the loss of responses whose mea
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from april.corrections.arguments import number, pair
@@ -34,6 +36,8 @@ from april.corrections.importance import LIMIT, as_tensor, check_logprobs, check
 if TYPE_CHECKING:
     import torch
 
+VANISHED, JUDGED_RESPONSES = 0.1, 8
+"""Mean weight below which :func:`policy_loss` warns, if there are at least so many responses with loss."""
 LARGEST_DRIFT = 20.0
 """Largest log of the ratio r_t, in nats; larger ones are clamped, so exp cannot overflow, and have no gradient."""
 
@@ -102,6 +106,13 @@ def policy_loss(
             )
         check_logprobs(who, "proximal_logprobs", proximal, counted)
         weights = truncated(who, proximal, behaviour_logprobs, loss_mask, limit, "sequence", False, dead_zone)
+    responses = counted.any(-1)
+    if responses.sum() >= JUDGED_RESPONSES and weights.amax(-1)[responses].mean() < VANISHED:
+        warnings.warn(
+            f"{who}: the weights of the responses are below {VANISHED} in the mean, so they teach next to nothing. If "
+            "engine or trainer compute in bfloat16, give dead_zone=0.4; else the responses are too old for this loss",
+            stacklevel=2,
+        )
     if geometric_bounds is not None:
         low_mean, high_mean = pair(who, "geometric_bounds", geometric_bounds)
         if not 0 <= low_mean <= high_mean or high_mean == 0:
