@@ -52,9 +52,8 @@ LIMITS = (
     "* Staleness alone, for a quorum: it compares with 3 siblings, not 7, and delivers what ends first.",
     "* New abilities: held-out count-downs are mostly ends of trained ones.",
     "* A quorum of 0.75 at twice the rate, or where all responses are long.",
-    "* Equal starts everywhere: those of `again` and `late` were made anew for later trainings, on another machine. At"
-    " step 0 they differ by up to 0.006; three synchronous trainings from the new ones ended 0.004 lower, 0.009 higher"
-    " and 0.012 lower.",
+    "* Equal starts everywhere: those of `again` were made anew for later trainings, on another machine; at step 0 they"
+    " differ by up to 0.006. Those of `late` are the same for all, with checksums in the results.",
     "* The cost of sync's training time: only `continuous` pays for what is generated meanwhile.",
 )
 """What a reader may not conclude."""
