@@ -494,8 +494,8 @@ def test_what_other_pages_say_of_the_study_is_so() -> None:
          == [[34, 55, 44, 448], [2, 8, 8, 333]]),
         ("corrections.md", "training on `tail` ended 0.03 (±0.02) below sync without any delay, and 0.05 (±0.02) below "
          "at D = 10.", [late("sync-noise"), late("sync-delay10-noise")] == [(-0.03, 0.02), (-0.05, 0.02)]),
-        ("corrections.md", "With rounding it ended higher on `tail` than the loss without it at each of five delays: by "
-         "0.03 (±0.02) without a delay, 0.04 (±0.02) at D = 10 and 0.08 (±0.06) at D = 20. At D = 10 it ended 0.06 "
+        ("corrections.md", "With rounding it ended higher on `tail` than the loss without it at each of five delays: "
+         "by 0.03 (±0.02) without a delay, 0.04 (±0.02) at D = 10 and 0.08 (±0.06) at D = 20. At D = 10 it ended 0.06 "
          "(±0.01) above a clipped ratio to q. On `sorting` it changed nothing (0.003 lower, ±0.043). Without rounding "
          "it ended 0.015 (±0.033) lower.",
          min(late(f"sync-dead-zone{d}-noise", f"sync{d}-noise")[0] for d in ("", *delays)) > 0
@@ -504,9 +504,9 @@ def test_what_other_pages_say_of_the_study_is_so() -> None:
          and late("sync-dead-zone-delay10-noise", "sync-behaviour-delay10-noise") == (0.06, 0.01)
          and late("sync-dead-zone-delay10-noise", "sync-delay10-noise", 3, "late-sorting") == (-0.003, 0.043)
          and late("sync-dead-zone-delay10", "sync-delay10", 3) == (-0.015, 0.033)),
-        ("corrections.md", "On `sorting`, at D = 10 with rounding, it ended 0.007 below sync, where the other two ended "
-         "0.04 below; on `tail` it ended 0.07 below. With the bound for negative advantages it ended 0.02 (±0.01) lower "
-         "on `tail` without rounding, and with rounding 0.16 below sync at D = 20.",
+        ("corrections.md", "On `sorting`, at D = 10 with rounding, it ended 0.007 below sync, where the other two "
+         "ended 0.04 below; on `tail` it ended 0.07 below. With the bound for negative advantages it ended 0.02 (±0.01) "
+         "lower on `tail` without rounding, and with rounding 0.16 below sync at D = 20.",
          late("sync-behaviour-delay10-noise", "sync", 3, "late-sorting")[0] == -0.007
          and [late(f"sync{loss}-delay10-noise", "sync", 2, "late-sorting")[0] for loss in ("", "-dead-zone")]
          == [-0.04, -0.04]

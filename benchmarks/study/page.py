@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.study import analysis
 from benchmarks.study.claims import HOLDS, OPEN, REFUTED, UNDECIDED, Verdict, judge, shown, times
 from benchmarks.study.design import Design, Kind
-from benchmarks.study.statistics import Estimate, paired
+from benchmarks.study.statistics import Estimate
 from benchmarks.study.training import Outcome
 
 PRIMARY = ("over-1.25", "over-2", "refill", "quorum-0.75", "quorum-0.5")
@@ -105,10 +105,6 @@ def figures(design: Design, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
             "kl_response": _guard(_late(outcomes, rounded=False), analysis.response_alarm),
             "kl_k3 of late tokens": _guard(_late(outcomes, rounded=False), analysis.kl_alarm),
             "kl_response without the dead zone": _guard(_late(outcomes), analysis.far_alarm),
-        },
-        "rounded, over all delays": {
-            f"dead-zone minus {other}": _plain(_over_delays(compared, "dead-zone", other))
-            for other in ("sequence", "bounded")
         },
         "pooled": {
             name: {
@@ -229,7 +225,6 @@ def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
         "",
         *_late_rows(compared),
         "",
-        *_over_delays_lines(compared),
         "## Other arms",
         "",
         f"On `{OTHERS}`, with the mean staleness of trained tokens; `none` and `behaviour` are losses. Arms of another"
@@ -262,26 +257,6 @@ def _torch(outcomes: Mapping[str, Outcome]) -> str:
     """Return which versions made how many outcomes."""
     found = Counter(outcome.made_with.get("torch", "not known") for outcome in outcomes.values())
     return ", ".join(f"{version} ({count})" for version, count in found.most_common())
-
-
-def _over_delays(compared: Mapping[str, Compared], loss: str, other: str) -> Estimate:
-    """Return the difference of two losses with rounded tokens: per seed, the mean over all delays of the ends."""
-    ends: dict[str, dict[int, analysis.Seeds]] = {loss: {}, other: {}}
-    for kind, found in ((found.kind, found) for found in compared.values()):
-        if kind.task == LATE and kind.noise and kind.loss in ends:
-            ends[kind.loss][kind.delay] = found.seeds
-    both = [(seeds, ends[other].get(delay, {})) for delay, seeds in ends[loss].items()]
-    in_all = set.intersection(*(a.keys() & b.keys() for a, b in both)) if both else set()
-    return paired([float(np.mean([analysis.end(a[s]) - analysis.end(b[s]) for a, b in both])) for s in sorted(in_all)])
-
-
-def _over_delays_lines(compared: Mapping[str, Compared]) -> list[str]:
-    found = [(other, _over_delays(compared, "dead-zone", other)) for other in ("sequence", "bounded")]
-    if any(difference.n < 2 for _, difference in found):
-        return []
-    said = " and from ".join(f"`{other}` by {shown(difference)}" for other, difference in found)
-    seeds = found[0][1].n
-    return [f"With rounding, `dead-zone` differs from {said}: means over all D, {seeds} seeds, seen afterwards.", ""]
 
 
 @dataclass(frozen=True, slots=True)
