@@ -505,8 +505,8 @@ def test_what_other_pages_say_of_the_study_is_so() -> None:
          and late("sync-dead-zone-delay10-noise", "sync-delay10-noise", 3, "late-sorting") == (-0.003, 0.043)
          and late("sync-dead-zone-delay10", "sync-delay10", 3) == (-0.015, 0.033)),
         ("corrections.md", "On `sorting`, at D = 10 with rounding, it ended 0.007 below sync, where the other two "
-         "ended 0.04 below; on `tail` it ended 0.07 below. With the bound for negative advantages it ended 0.02 (±0.01) "
-         "lower on `tail` without rounding, and with rounding 0.16 below sync at D = 20.",
+         "ended 0.04 below; on `tail` it ended 0.07 below. With the bound for negative advantages it ended 0.02 "
+         "(±0.01) lower on `tail` without rounding, and with rounding 0.16 below sync at D = 20.",
          late("sync-behaviour-delay10-noise", "sync", 3, "late-sorting")[0] == -0.007
          and [late(f"sync{loss}-delay10-noise", "sync", 2, "late-sorting")[0] for loss in ("", "-dead-zone")]
          == [-0.04, -0.04]

@@ -59,7 +59,7 @@ def _m2po(p: Float32, q: Float32, mask: NDArray[Any], advantages: Float32) -> Fl
     squares = np.where(log_ratios * advantages[:, None] > 0, log_ratios**2, 0.0)
     ordered = np.sort(squares[squares > 0])
     inside = ordered[np.cumsum(ordered) <= M2PO_BOUND * np.arange(1, len(ordered) + 1)]
-    return (squares <= inside.max(initial=0.0)).astype(np.float32)
+    return np.where(squares <= inside.max(initial=0.0), np.float32(1), np.float32(0))
 
 
 LOSSES: dict[str, Loss] = {
