@@ -211,17 +211,18 @@ def page(design: Design, outcomes: Mapping[str, Outcome]) -> str:
         "",
         "## Late and rounded tokens",
         "",
-        "Rollouts trained D updates late, with seeds that nobody had seen and claims fixed before. *Rounded*: the"
-        " log-probabilities at sampling have a noise of 0.0014 nats per token, as engines in bfloat16 have it, and"
-        " weights per response count that of 1,000 tokens. `dead-zone` is the recommended loss with `dead_zone=0.4`,"
+        "Rollouts trained D updates late, with fresh seeds and claims fixed before. *Rounded*: the log-probabilities at"
+        " sampling have a noise of 0.0014 nats per token, as engines in bfloat16 have it, and weights per response"
+        " count that of 1,000 tokens. `dead-zone` is the recommended loss with `dead_zone=0.4`,"
         " `behaviour` a clipped ratio to q, `bounded` the same with `negative_bound=3`, `geo-mask` weights per token"
         " without the responses whose geometric mean is outside 0.98 to 1.02. *Weight* is the mean over the trained"
         " tokens; *effective* the effective sample size of these weights, as a share of the tokens.",
         "",
         "The noise of a token multiplies p / q by a number with the mean 1, so some noisy q are above 1; only ratios"
-        " are used. Tokens that a response lacks to 1,000 have noise and no drift, and enter products alone. The first"
-        " model of rounding cut q at 1 and so left products as they were; all its trainings were run again, with the"
-        " same seeds and claims.",
+        " are used. Tokens that a response lacks to 1,000 have noise and no drift, and enter products alone. A first"
+        " model of rounding cut q at 1 and left products as they were; with it no difference between `dead-zone` and"
+        " `sequence` was beyond chance. All was run again with the same seeds and claims (`m2po` for the first time),"
+        " and sync too, so that all trainings of a seed begin from the same weights.",
         "",
         *_late_rows(compared),
         "",
