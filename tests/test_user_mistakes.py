@@ -257,7 +257,7 @@ def test_dropout_in_training_mode(caplog: pytest.LogCaptureFixture) -> None:
             assert not any(module.training for module in model.modules())
     (said,) = caplog.messages
     assert said.startswith("the model is in training mode with dropout of 0.1, but ")
-    assert dropping in model_support._looked_at
+    assert dropping in model_support._checked_for_dropout
 
 
 @pytest.mark.parametrize("new", [[5], np.int32(7), np.array([-1])])
@@ -328,7 +328,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, store: Store | None, world_size: in
         distributed_c10d=SimpleNamespace(_get_default_store=default_store),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
-    monkeypatch.setattr(prompt_source, "_said", set())
+    monkeypatch.setattr(prompt_source, "_compared", set())
 
 
 def look(seed: int, *token_ids: int) -> bool:

@@ -107,7 +107,7 @@ def policy_loss(
         check_logprobs(who, "proximal_logprobs", proximal, counted)
         weights = truncated(who, proximal, behaviour_logprobs, loss_mask, limit, "sequence", False, dead_zone)
     responses = counted.any(-1)
-    if responses.sum() >= JUDGED_RESPONSES and weights.amax(-1)[responses].mean() < VANISHED:
+    if not weights.is_meta and responses.sum() >= JUDGED_RESPONSES and weights.amax(-1)[responses].mean() < VANISHED:
         warnings.warn(
             f"{who}: the weights of the responses are below {VANISHED} in the mean, so they teach next to nothing. If "
             "engine or trainer compute in bfloat16, give dead_zone=0.4; else the responses are too old for this loss",
