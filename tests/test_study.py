@@ -502,11 +502,14 @@ def test_what_other_pages_say_of_the_study_is_so() -> None:
         ("corrections.md", "The study's noise has larger outliers: w is 0.94 there. On `tail` with rounding it ended "
          "above the loss without it: by 0.033 (±0.016) at D = 0, 0.028 (±0.038) at 2, 0.033 (±0.026) at 5, 0.039 "
          "(±0.021) at 10, 0.079 (±0.055) at 20. On `sorting` it ended 0.003 (±0.043) lower, and one training of six "
-         "fell. Without rounding, on `tail`, it ended 0.015 (±0.033) lower.",
+         "fell. With responses of 1,100 tokens (`long`) it ended 0.019 (±0.073) higher, and two of four fell. Without "
+         "rounding, on `tail`, it ended 0.015 (±0.033) lower. So it is off by default.",
          [late(f"sync-dead-zone{d}-noise", f"sync{d}-noise", 3) for d in ("", *delays)]
          == [(0.033, 0.016), (0.028, 0.038), (0.033, 0.026), (0.039, 0.021), (0.079, 0.055)]
          and late("sync-dead-zone-delay10-noise", "sync-delay10-noise", 3, "late-sorting") == (-0.003, 0.043)
-         and analysis.falls(raw["late-sorting"]["sync-dead-zone-delay10-noise"]) == 1
+         and [analysis.falls(raw[f"late-{task}"]["sync-dead-zone-delay10-noise"]) for task in ("sorting", "long")]
+         == [1, 2]
+         and late("sync-dead-zone-delay10-noise", "sync-delay10-noise", 3, "late-long") == (0.019, 0.073)
          and round(mean_of("sync-dead-zone-noise", "weight_response"), 2) == 0.94
          and late("sync-dead-zone-delay10", "sync-delay10", 3) == (-0.015, 0.033)),
         ("corrections.md", "With rounding it ended on `tail` as high as the dead zone at D = 2 (0.000 ±0.022), but "
