@@ -96,6 +96,8 @@ class UpdatingPlayer(TrainerPlayer):
         elif result is DONE or (result is UNREACHABLE and self.rng.random() < 0.5):
             server.open = isinstance(command, do.ResumeEngine)
         self.seen[f"{type(command).__name__} {result}"] += 1
+        if isinstance(command, do.LoadEngine) and result is not DONE:
+            self.causes["weights", 0] += 1
         self.post(ev.EngineCallEnded(name, command.call, result, f"{name}: {result}"))
 
     def _weights_of(self, version: PolicyVersion) -> str:

@@ -609,7 +609,7 @@ class TrainerPlayer:
     def on_Fail(self, command: do.Fail) -> None:
         """The trainer is told of trouble that there was."""
         assert self.wanted, "nobody waits"
-        assert self.untold or self.causes
+        assert self.untold or self.causes.total()
         self.wanted = self.untold = False
         self.wants_weights = command.weights
         self.seen["failed"] += 1
