@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -279,3 +281,20 @@ def test_unusable_prompt_is_not_forgotten_between_steps() -> None:
     assert isinstance(m.core.handle(failed)[-1], do.Fail)
     assert m.core.handle(ev.PromptsDrawn([], exhausted=False, error="prompt 1 is a str")) == []
     assert m.core.handle(ev.StepRequested()) == [do.Fail("prompt 1 is a str")]
+
+
+def test_tokens_that_were_trained_are_freed_at_once() -> None:
+    """Samples and calls refer to each other, and tokens must not wait for the garbage collector to find that."""
+    m = asked(4, n=1, samples=8)
+    m.finish(0)
+    chains = [chain for batch in m.core.leases.batches.values() for sample in batch for chain in sample.chains]
+    tokens = [weakref.ref(chain.tape.tokens) for chain in chains]
+    del chains
+    gc.disable()
+    try:
+        m.commands.clear()
+        m.batches.clear()
+        m.update()
+        assert sum(array() is not None for array in tokens) <= 1 < len(tokens)  # the machine may hold the last one
+    finally:
+        gc.enable()
