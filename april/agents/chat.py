@@ -158,6 +158,13 @@ def has_images(content: Any) -> TypeGuard[list[Any]]:
     return isinstance(content, list) and any(isinstance(part, dict) and is_image(part) for part in content)
 
 
+def image_parts(messages: Sequence[Message]) -> list[Message]:
+    """Return the parts of messages that are images, in order."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part for part in parts if isinstance(part, dict) and is_image(part)]
+
+
 def text_of(content: Any) -> str:
     """Return the text of a message's content, which is a string, None, or a list of text parts.
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from april.agents.chat import Message, RequestError, Tools, has_images, text_of
+from april.agents.chat import Message, RequestError, Tools, has_images, image_parts, text_of
 from april.core.tape import Int32
 from april.errors import ConfigError
 from april.images.chat_images import MARK, is_image
@@ -106,7 +106,7 @@ class ChatTemplate:
         Raises RequestError for messages or tools that the template does not accept.
         """
         plain = [_plain(m) for m in messages]
-        if self._images is not None and _have_images(messages):
+        if self._images is not None and image_parts(messages):
             return self._with_images(plain, tools)
         try:
             ids: list[int] = self._renderer.render_ids(plain, tools=list(tools) or None, add_generation_prompt=True)
@@ -141,7 +141,7 @@ class ChatTemplate:
         plain = [_plain(m) for m in new]
         if any(m["role"] == "assistant" for m in plain):
             return None
-        if self._bridges and not _have_images(new):
+        if self._bridges and not image_parts(new):
             start = self._last_turn(ids[:prompt_length])
             prompt, answer = ids[start:prompt_length].tolist(), ids[prompt_length:].tolist()
             bridged = self._renderer.bridge_to_next_turn(prompt, answer, plain, tools=list(tools) or None)
@@ -174,7 +174,7 @@ class ChatTemplate:
         if not short:
             return self._difference(earlier, new, tools)
         found = self._difference([*(m for m in earlier[:short] if m["role"] == "system"), *earlier[short:]], new, tools)
-        kinds = (*(m["role"] for m in new), _have_images(new), _have_images(earlier[:short]), bool(tools))
+        kinds = (*(m["role"] for m in new), bool(image_parts(new)), bool(image_parts(earlier[:short])), bool(tools))
         if found is not None and len(earlier) <= self._compared.get(kinds, 0):
             return found
         begin = next((i for i, message in enumerate(earlier) if message["role"] == "user"), 0)
@@ -288,10 +288,6 @@ def _plain(message: Message) -> dict[str, Any]:
     marked = [MARK if is_image(part) else part for part in content] if has_images(content) else None
     plain["content"] = text_of(content) if marked is None else marked
     return plain
-
-
-def _have_images(messages: Sequence[Message]) -> bool:
-    return any(has_images(message.get("content")) for message in messages)
 
 
 NO_TOOLS = (

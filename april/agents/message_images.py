@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from april.agents.chat import NOT_READ, Message, RequestError, has_images
+from april.agents.chat import NOT_READ, Message, RequestError, has_images, image_parts
 from april.concurrency.worker_threads import run_in_thread
 from april.core.attachments import Placed
 from april.core.tape import Int32
@@ -38,13 +38,13 @@ class MessageImages:
 
         Raises RequestError for images that cannot be read.
         """
-        if not any(has_images(message.get("content")) for message in messages):
+        if not image_parts(messages):
             return messages
         return await run_in_thread(self._read, messages)
 
     def _read(self, messages: Sequence[Message]) -> list[Message]:
         prompt_pictures = iter(self.images.prompt_pictures(self.prompt.token_ids, self.prompt.attached))
-        parts = [part for message in messages for part in _images_in(message)]
+        parts = image_parts(messages)
         try:
             self.reader.check_count(len(parts), REQUEST)
             read = [self._read_part(part, prompt_pictures, f"{REQUEST}, image {i}") for i, part in enumerate(parts, 1)]
@@ -64,16 +64,11 @@ class MessageImages:
         self, token_ids: Int32, placed_tokens: int, attached: Sequence[Placed], new_messages: Sequence[Message]
     ) -> tuple[Int32, tuple[Placed, ...]]:
         """Place images of ``new_messages`` behind ``placed_tokens`` tokens; return all tokens and all attachments."""
-        pictures = [part["picture"] for message in new_messages for part in _images_in(message)]
+        pictures = [part["picture"] for part in image_parts(new_messages)]
         try:
             return self.images.place_after(token_ids, placed_tokens, attached, pictures, REQUEST)
         except ConfigError as error:
             raise RequestError(str(error)) from error
-
-
-def _images_in(message: Message) -> list[dict[str, Any]]:
-    content = message.get("content")
-    return [part for part in content if is_image(part)] if has_images(content) else []
 
 
 def _with_pictures(message: Message, pictures: Any) -> Message:
@@ -85,6 +80,5 @@ def _with_pictures(message: Message, pictures: Any) -> Message:
 
 def refuse_images(messages: Sequence[Message]) -> None:
     """Raise RequestError if a message has an image, for a model without an image reader."""
-    for message in messages:
-        for part in _images_in(message):
-            raise RequestError(NOT_READ.format(part.get("type")))
+    for part in image_parts(messages):
+        raise RequestError(NOT_READ.format(part.get("type")))
