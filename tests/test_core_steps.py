@@ -12,7 +12,7 @@ from core_machine import OLD_TIMER, CoreMachine, asked, settings
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.types import CallState, OnDataEnd, OnLongPrompt, Prompt, Refill, SampleState
+from april.core.types import CallState, OnDataEnd, OnLongPrompt, OnStale, Prompt, Refill, SampleState
 from april.errors import InvariantError
 
 
@@ -283,18 +283,25 @@ def test_unusable_prompt_is_not_forgotten_between_steps() -> None:
     assert m.core.handle(ev.StepRequested()) == [do.Fail("prompt 1 is a str")]
 
 
-def test_tokens_that_were_trained_are_freed_at_once() -> None:
+@pytest.mark.parametrize("on_stale", [None, OnStale.DROP, OnStale.RESTART])
+def test_tokens_of_trained_dropped_and_restarted_samples_are_freed_at_once(on_stale: OnStale | None) -> None:
     """Samples and calls refer to each other, and tokens must not wait for the garbage collector to find that."""
-    m = asked(4, n=1, samples=8)
+    m = asked(4, n=1, samples=8) if on_stale is None else asked(20, over=9, on_stale=on_stale, max_staleness=0)
+    if on_stale is not None:
+        for group in range(1, 9):
+            m.tokens(m.attempt(group).id, 10)
     m.finish(0)
-    chains = [chain for batch in m.core.leases.batches.values() for sample in batch for chain in sample.chains]
+    m.finish_aborts()
+    samples = [sample for batch in m.core.leases.batches.values() for sample in batch] + [*m.core.buffer.samples()]
+    chains = [chain for sample in samples for chain in sample.chains]
     tokens = [weakref.ref(chain.tape.tokens) for chain in chains]
-    del chains
+    del samples, chains
     gc.disable()
     try:
         m.commands.clear()
         m.batches.clear()
         m.update()
+        m.ask()  # queues may hold what they no longer need until something is started
         assert sum(array() is not None for array in tokens) <= 1 < len(tokens)  # the machine may hold the last one
     finally:
         gc.enable()

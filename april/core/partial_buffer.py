@@ -82,9 +82,7 @@ class Leases:
                         self._generated += segment.count
                         self._stale += segment.count if age else 0
                         self._oldest = max(self._oldest, age)
-                for chain in sample.chains:
-                    chain.calls.clear()
-                sample.chains = ()  # else the tokens stay in memory until the garbage collector looks at old objects
+                sample.release_tokens()
 
     def delivered_through(self, batch_id: int) -> list[int]:
         """Return the ids of the batches that are out, up to and including ``batch_id``."""

@@ -200,6 +200,7 @@ class SampleLifecycle:
         context.monitor.forget(sample)
         self._stop_and_drop_tokens(sample, reason)
         context.change_state(sample, DROPPED, why)
+        sample.release_tokens()
         self.settle_sample(sample.group, reason)
 
     def settle_sample(self, group: Group, reason: DropReason | None = None) -> None:

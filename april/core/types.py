@@ -632,8 +632,15 @@ class Sample:
         """True if the restarted function has calls left to repeat."""
         return any(chain.replay is not None for chain in self.chains)
 
+    def release_tokens(self) -> None:
+        """Remove all chains and tokens of a sample that was trained or dropped."""
+        for chain in self.chains:
+            chain.calls.clear()  # else chain and calls refer to each other, and stay until garbage is collected
+        self.chains = ()
+
     def clear(self) -> None:
         """Remove all chains and tokens before the function is started again."""
+        self.release_tokens()
         self.chains = (Chain(self, 0, self.group.prompt.token_ids, self.group.prompt.attached),)
         self.row_rewards = ()
         self.any_chain, self.finish = False, None
