@@ -24,6 +24,7 @@ from april.core.batch import Batch
 from april.core.ledger import Ledger
 from april.core.types import Prompt, SampleId
 from april.core.versions import PolicyVersion
+from april.core.whole_numbers import whole_number
 from april.driver.detokenizer import Detokenizer
 from april.driver.engine_roster import Discover, EngineRoster, open_found
 from april.driver.llm import BlockingRolloutFunction, RolloutFunction, exact_types, single_turn, wrong_sampling
@@ -155,6 +156,7 @@ class RolloutScheduler(BatchIterator):
 
     Raises:
         ConfigError: the arguments contradict each other or the engines; nothing has started.
+        EngineError: a server does not answer.
     """
 
     _loop_type: type[LoopThread] = LoopThread
@@ -237,8 +239,10 @@ class RolloutScheduler(BatchIterator):
         try:
             self._observers = Observers(progress, exporters, sample_texts, detokenizer, self._thread)
             if discover is not None:
-                if engines is not None or model is not None or not callable(discover) or not discover_every_s > 0:
+                if engines is not None or model is not None or not callable(discover):
                     raise ConfigError("discover= must be a function, in place of engines= and model=")
+                if not isinstance(discover_every_s, (int, float)) or not discover_every_s > 0:
+                    raise ConfigError(f"discover_every_s must be a number of seconds, got {discover_every_s!r}")
                 found = self._thread.run(lambda: open_found(config, discover))
                 engines = made = list(found.values())
             if engines is None:
@@ -451,7 +455,7 @@ class RolloutScheduler(BatchIterator):
         Raises:
             ConfigError: ``report`` is not a mapping of names to finite numbers.
         """
-        if isinstance(batch_id, bool) or not isinstance(batch_id, int):
+        if (number := whole_number(batch_id)) is None:
             raise ConfigError(f"record_report: batch_id must be batch.id, got {type(batch_id).__name__}")
         try:
             figures = {str(name): float(value) for name, value in report.items()}
@@ -461,7 +465,7 @@ class RolloutScheduler(BatchIterator):
             raise ConfigError(
                 "record_report: the report must be the result of april.off_policy_report, with finite numbers"
             )
-        self._thread.call_later(lambda: self._driver.record_report(batch_id, figures))
+        self._thread.call_later(lambda: self._driver.record_report(number, figures))
 
     def evaluate(
         self, prompts: Iterable[Any], *, n_samples: int = 1, temperature: float | None = None,
@@ -496,12 +500,13 @@ class RolloutScheduler(BatchIterator):
         max_tokens: int | None, seed: int,
     ) -> Callable[[], Coroutine[Any, Any, EvaluationResult]]:  # fmt: skip
         """Check the arguments and read the prompts in the caller's thread; returns the coroutine function to run."""
-        limit = 1 if max_tokens is None else max_tokens
+        limit, numbers = 1 if max_tokens is None else max_tokens, {}
         for name, value, least in (("n_samples", n_samples, 1), ("max_tokens", limit, 1), ("seed", seed, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if (number := whole_number(value)) is None or number < least:
                 raise ConfigError(f"evaluate: {name} must be a whole number and at least {least}, got {value!r}")
-            if value > LARGEST_INT and name != "seed":
-                raise ConfigError(f"evaluate: {name} must be at most {LARGEST_INT:,}, got {without_contents(value)}")
+            if number > LARGEST_INT and name != "seed":
+                raise ConfigError(f"evaluate: {name} must be at most {LARGEST_INT:,}, got {without_contents(number)}")
+            numbers[name] = number
         base = self._sampling
         sampling = replace(
             base,
@@ -515,7 +520,7 @@ class RolloutScheduler(BatchIterator):
         checked = [self._reader.read(p, i) for i, p in enumerate(iterate(prompts, "evaluate: "))]
         if not checked:
             raise ConfigError("evaluate: there are no prompts")
-        return partial(self._driver.evaluate, checked, n_samples, exact_types(sampling), seed)
+        return partial(self._driver.evaluate, checked, numbers["n_samples"], exact_types(sampling), numbers["seed"])
 
     # ---------------------------------------------------------------- data and restarts
 

@@ -13,7 +13,7 @@ from seeds import seeds
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
-from april.core.types import GroupState, OnDataEnd, OnFailedSample, OnStale, SampleState
+from april.core.types import AttemptFailure, GroupState, OnDataEnd, OnFailedSample, OnStale, SampleState
 from april.errors import CheckpointError
 
 
@@ -170,6 +170,23 @@ def test_a_verdict_on_a_group_that_was_put_aside_meanwhile_does_not_count() -> N
     assert list(m.core.buffer.aside) == [0]
     m.next_step()
     assert (m.groups(), m.prompts_dropped) == ([0], {})
+
+
+@pytest.mark.parametrize("of", ["reward", "filter"])
+def test_nothing_is_asked_about_a_group_that_the_same_event_puts_aside(of: str) -> None:
+    """The last request of a round fails, so that its group is complete without this sample, and begins again."""
+    m = machine(
+        {(0, 0): 5, (0, 1): 5, (1, 0): 3}, n=1, over=2, on_failed_sample=OnFailedSample.SHRINK, min_group_size=1,
+        max_attempt_failures=1, **({"group_reward": True} if of == "reward" else {"has_filter": True}),
+    )  # fmt: skip
+    m.ask()
+    m.finish((1, 0), (0, 0), (0, 1))
+    if of == "filter":
+        judge(m, 0, keep=True)
+    asked = len(m.commands)
+    m.fail(m.attempt(1, 1), kind=AttemptFailure.CORRUPT)
+    assert list(m.core.buffer.aside) == [1]
+    assert not [c for c in m.commands[asked:] if isinstance(c, (do.ScoreGroup, do.JudgeGroup))]
 
 
 def test_an_evaluation_in_the_middle_of_a_round_changes_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from april.config.images import ImagesConfig
 from april.core.attachments import Placed
 from april.core.tape import Float32, Int32
 from april.core.types import FinishReason, Prompt
+from april.errors import RolloutError
 from april.images.image_placer import ImagePlacer
 from april.testing import FakeEngine, rollouts, run_virtual
 
@@ -358,3 +360,36 @@ def test_a_chat_goes_on_with_the_prompt_and_its_image() -> None:
             assert tall.sum() == way_in()._token_count(300, 140)
 
     run_virtual(program())
+
+
+def test_a_call_that_reads_an_image_when_its_function_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not taken for a call of the function's next run."""
+    began_again, calls, read = threading.Event(), [], ImagePlacer.read
+
+    def slow(self: ImagePlacer, images: Any, where: str, **options: Any) -> Any:
+        if where == "llm.generate":
+            assert began_again.wait(10)
+        return read(self, images, where, **options)
+
+    async def fails_once(prompt: Prompt, llm: april.LLM) -> None:
+        if llm.sample_id.index == 0 and not calls:
+            mark = tiny_tokenizer().convert_tokens_to_ids("<|image_pad|>")
+            call = llm.generate([*prompt.token_ids, mark], images=[TALL], max_tokens=4)
+            calls.append(asyncio.ensure_future(call))
+            await asyncio.sleep(0)
+            raise OSError("the tool is away")
+        began_again.set()
+        if llm.sample_id.index == 0:
+            with pytest.raises(RolloutError, match="after its rollout function had ended"):
+                await calls[0]
+        await llm.generate(max_tokens=6)
+
+    monkeypatch.setattr(ImagePlacer, "read", slow)
+    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=400)
+    engine = FakeEngine("e", lengths=50, vocab_size=VOCAB, eos_token_id=END, seconds_per_token=1e-3)
+    with april.RolloutScheduler(  # threads read images only where no virtual clock is
+        config, engines=[engine], prompts=[{"messages": MARKED, "images": [RED]}], reward=lambda p, r: 1.0,
+        rollout=fails_once, processor=tiny_processor(), progress=False,
+    ) as run:  # fmt: skip
+        batch = run.next_batch()
+    assert [sample.turns for sample in batch.samples] == [((0, 6),)] * 2

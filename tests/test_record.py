@@ -37,6 +37,7 @@ from april.record import file as record_file
 from april.record.event_values import NAME_FIELDS, exception_name, from_plain, to_plain
 from april.record.file import RecordFile, RunRecord
 from april.record.replay import replay
+from april.testing import FakeEngine, rollouts
 
 pytestmark = on_virtual_time
 
@@ -230,6 +231,56 @@ async def test_a_function_that_asks_otherwise_after_a_restart_does_so_in_the_rep
     assert core.tokens.dropped[april.DropReason.REPLAY_DIVERGED] > 0
     differing = [ids for call in calls_of(path) if "differs_at" in (ids := call.get("token_ids") or {})]
     assert differing == [{"length": 10, "differs_at": 9}]
+
+
+async def test_requests_that_go_on_over_updates_do_so_in_the_replay(path: Path) -> None:
+    """Also one that had no token when its engine was paused."""
+    config = april.Config(
+        rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=40, generation="continuous",
+        on_weight_update="keep", max_staleness=2,
+    )  # fmt: skip
+    engine = FakeEngine("e", lengths=lambda request: 5 + 10 * (request.sample_key[0] % 3), chunk_tokens=4)
+    async with rollouts(config, engines=[engine], prompts=prompts(), reward=lambda p, r: 1.0, record=path) as run:
+        for _ in range(4):
+            await run.next_batch()
+            await run.weight_update()
+    assert any("silent" in event for _, what, event, *_ in raw_lines(path) if what == "EngineCallEnded")
+    assert replay(path).end == "the run was closed"
+
+
+async def test_a_run_with_stop_strings_is_decided_again(path: Path) -> None:
+    """Requests with stop strings are streamed; a record says that there were some, and not which."""
+
+    async def stops(prompt: Prompt, llm: LLM) -> None:
+        await llm.generate(stop=[SECRET])
+
+    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=40)
+    async with rollouts(
+        config, engines=[FakeEngine("e", lengths=9)], prompts=prompts(), reward=lambda p, r: 1.0, record=path,
+        rollout=stops, tokenizer=types.SimpleNamespace(decode=lambda ids, **options: "x" * len(ids)),
+    ) as run:  # fmt: skip
+        await run.next_batch()
+    assert SECRET not in str(raw_lines(path))
+    assert replay(path).end == "the run was closed"
+
+
+async def test_two_bugs_of_a_function_are_two_in_the_replay(path: Path) -> None:
+    """Failures of one kind are a bug after a few samples; a record has a hash of the kind, and not its text."""
+
+    def faulty_reward(prompt: Prompt, response: Any) -> float:
+        if prompt.data["odd"]:
+            return 1 / 0
+        return float(prompt.data["missing"])
+
+    config = april.Config(rollout_batch_size=4, n_samples_per_prompt=2, max_response_len=40)
+    engine = FakeEngine("e", lengths=lambda request: 5 + 3 * request.sample_key[0], chunk_tokens=4)
+    given = [{"token_ids": [1, i + 1], "odd": i % 2} for i in range(30)]
+    async with rollouts(config, engines=[engine], prompts=given, reward=faulty_reward, record=path) as run:
+        with pytest.raises(RolloutError, match="KeyError"):
+            await run.next_batch()
+    assert len({event["kind"] for _, what, event, *_ in raw_lines(path) if what == "SampleFailed"}) == 2
+    assert "test_record.py" not in str(raw_lines(path))
+    assert replay(path).end == "the run was closed"
 
 
 async def test_what_breaks_the_core_is_in_the_record(path: Path) -> None:

@@ -243,11 +243,11 @@ async def test_what_began_again_is_lost_unless_the_ledger_names_it() -> None:
             audit(run.batches, engine)
 
 
-@pytest.mark.parametrize("group_quorum", [1.0, 0.5])
+@pytest.mark.parametrize(("group_quorum", "trained"), [(1.0, True), (0.5, True), (1.0, False)])
 @on_virtual_time
-async def test_what_was_loaded_can_be_audited(group_quorum: float) -> None:
+async def test_what_was_loaded_can_be_audited(group_quorum: float, trained: bool) -> None:
     """A run that began with a saved state: its tokens are compared with those that it held then, its counts with
-    those, and tokens of its own engines with what these handed over."""
+    those, and tokens of its own engines with what these handed over. Saved tokens are no older than the weights."""
     config = april.Config(
         rollout_batch_size=4, n_samples_per_prompt=6, max_response_len=60, over_sampling_batch_size=6,
         group_quorum=group_quorum,
@@ -259,11 +259,12 @@ async def test_what_was_loaded_can_be_audited(group_quorum: float) -> None:
         return [FakeEngine(lengths=lengths, faults=FaultScript.random(seed=2, rate=0.1, kinds=STREAM_FAULTS))]
 
     async with rollouts(config, engines=fakes(), **options) as run:
-        for _ in range(3):
+        for step in range(3):
             await run.next_batch()
             run.audit()
-            await run.weight_update()
-        state = run.state_dict()
+            if trained or step < 2:
+                await run.weight_update()
+        state = run.state_dict(None if trained else 1)
     async with rollouts(config, engines=fakes(), **options) as run:
         version = await run.load_state_dict(state)
         for _ in range(3):

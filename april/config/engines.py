@@ -104,7 +104,8 @@ class TransformersEngineConfig(Model):
     slots: PositiveInt = 64
     """Sequences decoded at the same time."""
     max_len: PositiveInt | None = None
-    """Longest prompt plus response, in tokens. None means the limit in the model's config."""
+    """Longest prompt plus response, in tokens. None means the limit in the model's config, at most 32,768, or less
+    if testing longer ones would take half a minute."""
     stream_interval: PositiveInt | None = None
     """Tokens per chunk. None means one chunk at the end of a request, or one per two tokens if the request has stop
     strings."""
@@ -213,8 +214,8 @@ class ServerEngineConfig(AddressedEngineConfig):
     """Name under which the servers list the trained model or adapter (LoRA). None means the only model that they
     list."""
     expert_shape: tuple[PositiveInt, PositiveInt] | None = None
-    """Number of layers and number of experts per token in routed_experts, an optional output of the server (see
-    extras). None means the numbers in the model's files."""
+    """Number of layers and number of experts per token in routed_experts, an optional output of vLLM and SGLang
+    (see extras). None means the numbers in the model's files."""
     routing_key: RoutingKey = "sample"
     """Requests that a router in front of the servers is asked to send to the same server: all of a sample, all of a
     group, or none (off). Without a router it changes nothing."""

@@ -190,7 +190,7 @@ class Config(Model):
     """What happens to the last groups if they are fewer than N: they form a shorter batch (short), they wait for more
     prompts (wait), or the prompts start again, without end (wrap)."""
     max_filtered_groups: PositiveInt = 1000
-    """Maximum number of groups that the filter may reject in a row before the step fails."""
+    """Number of consecutive groups rejected by the filter at which the step fails."""
     reward_weights: Annotated[tuple[str, ...], BeforeValidator(_weights), AfterValidator(_weights_of_parts)] = ()
     """Weights for the sum of the named parts that a reward function returns, such as correct=1.0 format=0.2; in files
     and in Python also a mapping, {correct: 1.0, format: 0.2}. Empty means that reward functions return a number, or
@@ -468,6 +468,8 @@ class Config(Model):
     def to_mapping(self, *, defaults: bool = True) -> dict[str, Any]:
         """Return plain values for :meth:`from_mapping`, without ``engine.api_key``, and with or without defaults."""
         out = self.model_dump(mode="json", exclude={"engine": {"api_key"}}, exclude_defaults=not defaults)
+        if self.generation is GenerationMode.CONTINUOUS:  # which has a default of its own for refill
+            out["refill"] = self.refill.value
         if (engine := out.get("engine")) is not None:
             out["engine"] = {"kind": self.engine.kind, **engine}
         return out

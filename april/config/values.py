@@ -33,7 +33,7 @@ def shown_value(value: Any) -> str:
         return " ".join(shown_value(item) for item in value) or "none"
     if isinstance(value, float):
         return f"{value:g}"
-    return "none" if value is None else str(value.value if isinstance(value, Enum) else value)
+    return "none" if value in (None, "") else str(value.value if isinstance(value, Enum) else value)
 
 
 def without_contents(value: Any) -> str:

@@ -33,6 +33,7 @@ from april.core.tape import (
 )
 from april.core.types import FinishReason, Group, Prompt, Sample, SampleId
 from april.core.versions import PolicyVersion, VersionClock
+from april.core.whole_numbers import whole_number
 from april.corrections.advantages import Cohort, Method, first_others_of, group_advantages, process_advantages
 from april.corrections.loss_weights import BatchShare
 
@@ -203,16 +204,16 @@ class Batch:
 
         Raises ValueError for ``ranks`` below 1 and for an unknown ``by``.
         """
-        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        if (count := whole_number(ranks)) is None or count < 1:
             raise ValueError(f"split: ranks must be a whole number and at least 1, got {ranks!r}")
         if by not in get_args(SplitBy):
             raise ValueError(f'split: by must be "samples" or "tokens", got {by!r}')
         numbers = self.sample_numbers
         if by == "samples":
-            of_samples = _contiguous(int(numbers[-1]) + 1 if len(numbers) else 0, ranks)
+            of_samples = _contiguous(int(numbers[-1]) + 1 if len(numbers) else 0, count)
         else:
             lengths = np.bincount(numbers, [len(s.prompt.token_ids) + len(s.tokens) for s in self.samples])
-            of_samples = _balanced([int(length) for length in lengths], ranks)
+            of_samples = _balanced([int(length) for length in lengths], count)
         ends = np.searchsorted(numbers, np.arange(len(self) + 1)).tolist()
         shares = [[row for n in share for row in range(ends[n], ends[n + 1])] for share in of_samples]
         groups = [number for number, size in enumerate(self.group_sizes) for _ in range(size)]
@@ -228,7 +229,7 @@ class Batch:
                 self,
                 samples=tuple(self.samples[row] for row in rows),
                 group_sizes=tuple(len(list(run)) for _, run in itertools.groupby(groups[row] for row in rows)),
-                _part=replace(self.share, rank=rank, ranks=ranks),
+                _part=replace(self.share, rank=rank, ranks=count),
                 _no_rows=no_rows,
                 _no_values=no_values,
             )
@@ -416,23 +417,23 @@ class Batch:
         in the columns of ``response_ids``; values per turn [B, most turns, ...], with ``turn_numbers`` int32 [B, T],
         the number of each token's turn in its row (-1 for environment tokens and in the padding).
 
-        Raises TypeError for a ``pad_id`` that is not an integer.
+        Raises TypeError for a ``pad_id`` that is not an integer, or beyond int32.
         """
-        if isinstance(pad_id, bool) or not isinstance(pad_id, (int, np.integer)):
+        if (padding := whole_number(pad_id)) is None or not -(2**31) <= padding < 2**31:
             raise TypeError(
                 f"padded: pad_id must be a token id, got {pad_id!r}; where masks are used, any id will do, so leave "
                 "pad_id out if the tokenizer has none"
             )
-        samples, pad_id = self.samples, int(pad_id)
+        samples = self.samples
         prompts = [s.prompt.token_ids for s in samples]
         responses = [s.tokens for s in samples]
         arrays = {
-            "prompt_ids": pad(prompts, pad_id, np.int32, left=left_pad_prompts),
+            "prompt_ids": pad(prompts, padding, np.int32, left=left_pad_prompts),
             "prompt_mask": pad(_ones(prompts), 0, np.uint8, left=left_pad_prompts),
             "response_mask": pad(_ones(responses), 0, np.uint8),
         }
         layout = self._layout
-        for name, (rows, dtype, fill) in _response_columns(samples, pad_id, layout).items():
+        for name, (rows, dtype, fill) in _response_columns(samples, padding, layout).items():
             arrays[name] = pad(rows, fill, dtype)
         if layout is not None:
             for name, empty in layout.per_token.items():
@@ -444,7 +445,7 @@ class Batch:
             arrays["attention_mask"] = np.concatenate((arrays["prompt_mask"], arrays["response_mask"]), axis=1)
         else:
             whole = [np.concatenate(pair) for pair in zip(prompts, responses, strict=True)]
-            arrays["input_ids"] = pad(whole, pad_id, np.int32)
+            arrays["input_ids"] = pad(whole, padding, np.int32)
             arrays["attention_mask"] = pad(_ones(whole), 0, np.uint8)
         for name in self.extras:
             rows = [s.extras[name] for s in samples]

@@ -146,7 +146,8 @@ class TokensUnused(Event, frozen=True):
 class SampleFailed(Event, frozen=True):
     """A rollout or reward function raised, or returned something invalid.
 
-    ``kind`` names the exception and its line if a retry would probably fail, too; otherwise it is empty.
+    If a retry would probably fail, too, ``kind`` is a text that failures with the same exception and line share;
+    otherwise it is empty.
     """
 
     sample: SampleId

@@ -430,8 +430,9 @@ class RolloutCore:
         out = self.context.out
         for group in groups:
             self.lifecycle.put_aside(group)
-        # these samples' functions are cancelled: withdraw answers of this event, with which they could still return
-        out[:] = [c for c in out if not (isinstance(c, do.CallCompleted) and c.call.sample.state is SampleState.NEW)]
+        # these groups begin again: withdraw what this event has told or asked the user's functions about them
+        aside = set(groups)
+        out[:] = [c for c in out if _group_of(c) not in aside]
 
     def _make_rows(self) -> bool:
         """Make rows of the next batch, a portion at each event; return True once less than a portion is missing.
@@ -839,3 +840,12 @@ class RolloutCore:
                 f"no engine with the current weights was healthy for {self.settings.outage_deadline_s:g} s; april "
                 f"keeps all responses: {self.engines.remedy(self.clock.current)} and ask for the batch again"
             )
+
+
+def _group_of(command: do.Command) -> Group | None:
+    """Return the group whose user functions get this command; None for other commands."""
+    if isinstance(command, do.CallCompleted):
+        return command.call.sample.group
+    if isinstance(command, do.ScoreSample):
+        return command.sample.group
+    return command.group if isinstance(command, (do.ScoreGroup, do.JudgeGroup)) else None

@@ -57,6 +57,7 @@ from april.core.types import (
 )
 from april.core.value_checks import wrong_ids
 from april.core.versions import FIRST_VERSION
+from april.core.whole_numbers import whole_number
 from april.errors import CheckpointError, InvariantError
 
 # -------------------------------------------------------------------- saving
@@ -134,11 +135,11 @@ class Freezer:
         core, context = self._core, self._core.context
         # batches may be committed in any order
         newest_committed = next((b for b in range(context.batches - 1, -1, -1) if b not in core.leased), -1)
-        last = newest_committed if trained_through is None else trained_through
-        if isinstance(last, bool) or not isinstance(last, int) or not -1 <= last < context.batches:
+        last = newest_committed if trained_through is None else whole_number(trained_through)
+        if last is None or not -1 <= last < context.batches:
             newest = context.batches - 1
             there = f"the batches delivered so far are 0 to {newest}" if newest >= 0 else "no batch was delivered yet"
-            raise CheckpointError(f"trained_through={last!r} must be the id of a batch, or -1; {there}")
+            raise CheckpointError(f"trained_through={trained_through!r} must be the id of a batch, or -1; {there}")
         if last < newest_committed:
             raise CheckpointError(
                 f"trained_through={last}, but batch {newest_committed} was committed by a weight update and is no "

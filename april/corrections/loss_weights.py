@@ -66,6 +66,8 @@ def loss_weights(
         raise ValueError(
             f"loss_weights: dr_grpo divides by a constant, the configured one; got max_response_len={max_response_len}"
         )
+    if share is not None and not isinstance(share, BatchShare):
+        raise ValueError(f"loss_weights: share must be batch.share, got {share!r:.100}")
     counted: Any = mask != 0
     trained: Any = counted.astype(np.float32) if isinstance(counted, np.ndarray) else counted.float()
     numbers = np.arange(len(trained)) if samples is None else array_of("loss_weights", "samples", samples)

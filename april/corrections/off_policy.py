@@ -132,13 +132,14 @@ class DriftGuard:
 
         Raises ValueError if the report lacks ``tokens``, or ``kl_k3`` although there are tokens.
         """
-        tokens = report.get("tokens")
-        kl = report.get("kl_k3", None if tokens else 0.0)
+        figures = report if isinstance(report, Mapping) else {}
+        tokens = figures.get("tokens")
+        kl = figures.get("kl_k3", None if tokens else 0.0)
         if tokens is None or kl is None:
             raise ValueError("DriftGuard: give the report that april.off_policy_report returned, whole")
         if not tokens:
             return False
-        self.recent = [*self.recent, kl][-self.batches :]
+        self.recent = [*self.recent, number("DriftGuard", "kl_k3", kl)][-self.batches :]
         if len(self.recent) < self.batches or math.fsum(self.recent) <= self.limit * self.batches:
             return False
         self.recent = []

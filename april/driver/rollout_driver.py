@@ -35,6 +35,7 @@ from april.core.settings import CoreSettings
 from april.core.state_checksum import State, seal, verify_checksum
 from april.core.types import AttemptFailure, DropReason, FinishReason, Prompt, SampleId, SampleState
 from april.core.versions import PolicyVersion
+from april.core.whole_numbers import whole_number
 from april.driver.command_executor import CommandExecutor, limits_of
 from april.driver.long_waits import LongWaits
 from april.driver.prompt_source import Position, PromptSource, RemainingPrompts, warn_of_equal_rollouts
@@ -350,12 +351,13 @@ class RolloutDriver:
         update = update or WeightUpdate(transfer)
         in_flight = self.core.settings.on_weight_update
         path = directory_for(self.executor.engines, path, written=update.transfers, in_flight=in_flight)
-        self._uncommitted("weight_update", trained)
+        if trained is not None:
+            trained = self._delivered_batch("weight_update", trained)
         async with self._update_lock:
             content = await self._content_of(path)
             self._raise_if_broken()
             if trained is None:
-                out = self._uncommitted("weight_update", trained)
+                out = self._uncommitted()
                 trained = min((b for b in out if b > self.core.updates.trained), default=max(out, default=None))
             adapter = path is not None and is_adapter(path)
             self.updates.begin(
@@ -369,12 +371,12 @@ class RolloutDriver:
         newest = self.core.updates.newest
         if label is None:
             return None
-        if isinstance(label, bool) or not isinstance(label, int) or not newest < label < 2**31:
+        if (number := whole_number(label)) is None or not newest < number < 2**31:
             raise ConfigError(
                 f"weight_update: label must be a whole number above {newest}, the label of the previous weights, got "
                 f"{label!r}"
             )
-        return self.core.clock.current._replace(n=label)
+        return self.core.clock.current._replace(n=number)
 
     async def _content_of(self, path: str | None) -> str:
         return "" if path is None else await self.executor.engine_control.content_of(path)
@@ -382,8 +384,9 @@ class RolloutDriver:
     def commit(self, batch_id: int) -> None:
         """Commit this batch and all earlier batches, as trained, without a weight update."""
         self._raise_if_broken()
-        for out in self._uncommitted("commit", batch_id):
-            if out <= batch_id:
+        last = self._delivered_batch("commit", batch_id)
+        for out in self._uncommitted():
+            if out <= last:
                 self.post(ev.BatchCommitted(out))
 
     def record_report(self, batch_id: int, report: Mapping[str, float]) -> None:
@@ -395,10 +398,10 @@ class RolloutDriver:
         """Lower the staleness bound for prompts drawn from now on, and return it; ``to`` None lowers it by one."""
         self._raise_if_broken()
         now = self.core.leases.bound
-        bound = now - 1 if to is None else to
-        if isinstance(bound, bool) or not isinstance(bound, int) or not 0 <= bound <= now:
+        bound = now - 1 if to is None else whole_number(to)
+        if bound is None or not 0 <= bound <= now:
             raise ConfigError(
-                f"lower_staleness: bound must be between 0 and the current bound, {now}, got {bound!r}; to raise it, "
+                f"lower_staleness: bound must be between 0 and the current bound, {now}, got {to!r}; to raise it, "
                 "change the configuration (max_staleness)"
             )
         self.post(ev.StalenessLowered(bound))
@@ -406,15 +409,19 @@ class RolloutDriver:
             self._too_many_untrained.set_result(None)
         return bound
 
-    def _uncommitted(self, call: str, named: int | None) -> list[int]:
-        """Return the numbers of the trainer's uncommitted batches; raises ConfigError if it never got ``named``."""
-        if named is not None and (isinstance(named, bool) or not isinstance(named, int)):
-            raise ConfigError(f"{call}: a batch is named by its number, batch.id; got {named!r}")
+    def _delivered_batch(self, call: str, batch_id: int) -> int:
+        """Return the number of a batch; raises ConfigError if the trainer never got this batch."""
+        if (number := whole_number(batch_id)) is None:
+            raise ConfigError(f"{call}: a batch is named by its number, batch.id; got {batch_id!r}")
         newest = -1 if self.handed_out is None else self.handed_out
-        if named is not None and not 0 <= named <= newest:
+        if not 0 <= number <= newest:
             there = f"the batches so far are 0 to {newest}" if newest >= 0 else "no batch was delivered yet"
-            raise ConfigError(f"{call}: there is no batch {named}; {there}")
-        return [b for b in self.core.leased if b <= newest]
+            raise ConfigError(f"{call}: there is no batch {number}; {there}")
+        return number
+
+    def _uncommitted(self) -> list[int]:
+        """Return the numbers of the batches that the trainer got and has not committed."""
+        return [] if self.handed_out is None else [b for b in self.core.leased if b <= self.handed_out]
 
     # ---------------------------------------------------------------- engines that come and go
 

@@ -6,6 +6,7 @@ Invariant: when a sample is given up, its function is cancelled, and later calls
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -230,6 +231,7 @@ class SampleFunctions:
                 check_mismatch(sampling, settings.sampling, settings.any_temperature)
             if token_ids is not None and attached is None:
                 token_ids, attached = await self._attached(sample, token_ids, images, any_chain=any_chain)
+                self._refuse_after_its_end(function)  # the function may have ended while a thread read the images
             longest = len(sample.group.prompt.token_ids) + self._core.context.attempts.room(sample.chains[0])
             can_stop = self._functions.detokenizer is not None
             if any_chain:
@@ -364,7 +366,7 @@ class SampleFunctions:
     ) -> tuple[str, str]:
         """Log a function's failure, and remember the error as a possible cause of a later error (:meth:`cause_of`).
 
-        Returns the text and the kind of the failure, for SampleFailed.
+        Returns the text and the kind of the failure, for SampleFailed. The kind is a hash, as users may share records.
         """
         place = place_of(error, function)
         kind = kind_of(error, place)
@@ -375,7 +377,7 @@ class SampleFunctions:
         self._recent_errors[why] = error
         if len(self._recent_errors) > MAX_RECENT_ERRORS:
             del self._recent_errors[next(iter(self._recent_errors))]
-        return why, kind
+        return why, hashlib.sha256(kind.encode()).hexdigest()[:16] if kind else ""
 
     def cause_of(self, failure: str) -> BaseException | None:
         """Return the remembered error whose text is the end of ``failure``; None if there is none."""

@@ -398,7 +398,8 @@ ABILITIES = (
         name="max_context",
         unfit=lambda config, kinds, engine, c: "" if config.max_response_len < c.max_context else (
             f"max_response_len={config.max_response_len} leaves no room for a prompt: the context of engine {engine} "
-            f"holds {c.max_context} tokens; lower max_response_len, or start the engine with a longer context"
+            f"holds {c.max_context} tokens; lower max_response_len, or give the engine a longer context by "
+            "engine.max_len or by a server's own flags"
         ),
         subject="size",
         shown=lambda c, config: f"context of {c.max_context} tokens, vocabulary of {c.vocab_size}" + (

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from april.config.engines import checked_key
+from april.core.whole_numbers import whole_number
 from april.errors import ConfigError, RankError
 from april.processes.addresses import new_token, split_address
 
@@ -49,9 +50,11 @@ class Ranks:
 
     def __post_init__(self) -> None:
         for name in ("rank", "world_size", "data_rank", "data_size"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int | None):
-                raise ConfigError(f"ranks: {name} must be a whole number, got {number!r}")
+            given = getattr(self, name)
+            number = whole_number(given)
+            if number is None and (given is not None or name in ("rank", "world_size")):
+                raise ConfigError(f"ranks: {name} must be a whole number, got {given!r}")
+            object.__setattr__(self, name, number)
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(
                 f"ranks: rank {self.rank} is not one of {self.world_size} ranks, which are numbered from 0"
@@ -60,8 +63,8 @@ class Ranks:
             raise ConfigError(
                 f"ranks: data_rank {self.share} of data_size {self.shares} is not among {self.world_size} ranks"
             )
-        if not (self.rank_timeout_s > 0 and self.rank_deadline_s > 0):
-            raise ConfigError("ranks: rank_timeout_s and rank_deadline_s must be above 0")
+        if not all(isinstance(s, (int, float)) and s > 0 for s in (self.rank_timeout_s, self.rank_deadline_s)):
+            raise ConfigError("ranks: rank_timeout_s and rank_deadline_s must be numbers above 0")
         if self.world_size > 1 and self.store is None and not (self.address and self.token):
             raise ConfigError(
                 "ranks: several ranks need the address at which rank 0 listens and a common token; Ranks.of_torch() "

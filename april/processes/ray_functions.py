@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 
 from april.agents.remote_llm import LLMServer, RemoteLLM
+from april.core.whole_numbers import whole_number
 from april.driver.detokenizer import Detokenizer
 from april.driver.llm import LLM, as_coroutine
 from april.driver.rewards import Response
@@ -75,7 +76,7 @@ def remote(
         kind = type(function).__name__
         raise ConfigError(f"april.ray.remote: give a plain or async function that returns its result, got a {kind}")
     for what, count in (("num_actors", num_actors), ("max_concurrency", options.get("max_concurrency", 1))):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        if (number := whole_number(count)) is None or number < 1:
             raise ConfigError(f"{what}: expected a whole number and at least 1, got {count!r}")
     if own := RESERVED_OPTIONS & options.keys():
         raise ConfigError(

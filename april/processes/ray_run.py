@@ -13,6 +13,7 @@ from typing import Any, Self
 from april.concurrency.daemon_threads import DaemonPool
 from april.config.settings import Config
 from april.core.batch import SplitBy
+from april.core.whole_numbers import whole_number
 from april.engines.protocol import Engine
 from april.errors import AprilError, ConfigError, EngineError, RankError
 from april.processes.addresses import new_token
@@ -240,7 +241,7 @@ def scheduler(
     ray = require_ray()
     if not isinstance(config, Config):
         raise ConfigError(f"config must be an april.Config, got {type(config).__name__}")
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+    if (number := whole_number(ranks)) is None or number < 1:
         raise ConfigError(f"ranks: expected a whole number and at least 1, got {ranks!r}")
     if (actor_options or {}).get("max_restarts"):
         raise ConfigError(
@@ -248,7 +249,7 @@ def scheduler(
             "new run and load the saved state with load_state_dict"
         )
     group = Ranks(
-        world_size=ranks, address=f"ray:{name}", token=new_token(), rank_timeout_s=rank_timeout_s,
+        world_size=number, address=f"ray:{name}", token=new_token(), rank_timeout_s=rank_timeout_s,
         rank_deadline_s=rank_deadline_s,
     )  # fmt: skip
     lives = {"namespace": _namespace(name), **({"lifetime": "detached"} if detached else {})}

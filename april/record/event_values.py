@@ -25,12 +25,13 @@ from april.core.types import GenerateCall, Group, Sample
 NAME_FIELDS = frozenset(
     {
         "attachments", "attempt_id", "attempt_ids", "content", "contents", "engine", "engines", "extras", "id",
-        "logprob_kind", "name", "names", "parts", "per_token", "per_turn",
+        "kind", "logprob_kind", "name", "names", "parts", "per_token", "per_turn", "silent",
     }
 )  # fmt: skip
-"""Fields whose text is kept: names of attempts, engines, kinds and parts of rewards, and hashes made by april."""
+"""Fields whose text is kept: names of attempts, engines, kinds and parts of rewards, and hashes made by april.
+A replay needs them all."""
 OMITTED_FIELDS = frozenset(
-    {"data", "end_ids", "eos_token_ids", "metrics", "note", "stop", "stop_token_ids", "tape", "unchecked"}
+    {"data", "end_ids", "eos_token_ids", "metrics", "note", "stop_token_ids", "tape", "unchecked"}
 )
 """Fields that are left out: they hold user data or token ids, or can be derived from other fields."""
 OMITTED_OF_ROWS = OMITTED_FIELDS | {"cohort_values", "extras", "row_reward", "turns"}

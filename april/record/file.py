@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from april.core.whole_numbers import whole_number
 from april.errors import ConfigError, RecordError
 from april.serialization.state_file import make_directory
 
@@ -67,7 +68,7 @@ class RunRecord:
             raise ConfigError(f"record must be the name of a file or an april.RunRecord, got {self.path!r}")
         if os.path.isdir(self.path) or os.fspath(self.path).endswith(os.sep):
             raise ConfigError(f"record: {self.path} is a directory; name a file in it, such as run.jsonl")
-        if isinstance(self.limit_mib, bool) or not isinstance(self.limit_mib, int) or self.limit_mib < 1:
+        if (whole_number(self.limit_mib) or 0) < 1:
             raise ConfigError(f"record: limit_mib must be a whole number of at least 1, got {self.limit_mib!r}")
 
 

@@ -19,6 +19,7 @@ from april.core.ledger import Ledger
 from april.core.rollout_core import RolloutCore
 from april.core.tape import Segment, SegmentKind
 from april.core.types import DropReason, FinishReason, SampleId
+from april.core.versions import VersionClock
 from april.errors import AprilError
 from april.testing.fake_engine import FakeEngine
 from april.testing.records import AttemptRecord
@@ -126,6 +127,7 @@ class _Auditor:
         duplicated = delivered = 0
         for batch in self.batches:
             old = generated = 0
+            clock = VersionClock(batch.trained_at, dict(batch.branches))
             before, rows = frozenset(seen), set()
             for sample in batch.samples:
                 tokens = sum(s.count for s in sample.segments if s.kind is SegmentKind.GENERATED)
@@ -137,7 +139,7 @@ class _Auditor:
                 rows.add((sample.id, sample.chain))
                 self.sample(sample, batch)
                 generated += tokens
-                old += sum(s.count for s in sample.segments if s.attempt_id and s.version != batch.trained_at)
+                old += sum(s.count for s in sample.segments if s.attempt_id and clock.staleness(s.version))
             delivered += generated
             share = old / generated if generated else 0.0
             if abs(share - batch.off_policy_share) > 1e-9:

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from april.core.batch import Batch, DeliveredSample
+from april.core.whole_numbers import whole_number
 from april.driver.detokenizer import Detokenizer
 from april.driver.loop_thread import LoopThread
 from april.driver.rollout_driver import RolloutDriver
@@ -41,16 +42,16 @@ class Observers:
         self, progress: Any, exporters: Sequence[Exporter], sample_texts: int, detokenizer: Detokenizer | None,
         thread: LoopThread,
     ) -> None:  # fmt: skip
-        if isinstance(sample_texts, bool) or not isinstance(sample_texts, int) or sample_texts < 0:
+        if (texts := whole_number(sample_texts)) is None or texts < 0:
             raise ConfigError(f"sample_texts must be a number of responses per batch, got {sample_texts!r}")
-        if sample_texts and detokenizer is None:
+        if texts and detokenizer is None:
             raise ConfigError("sample_texts: responses are shown as text; give the scheduler tokenizer=...")
         if not isinstance(exporters, Sequence) or not all(isinstance(each, Exporter) for each in exporters):
             raise ConfigError(
                 "exporters must be a list of exporters such as april.export.TensorBoard, with log(metrics, step), "
                 "log_texts(texts, step) and close()"
             )
-        self._thread, self._texts = thread, sample_texts
+        self._thread, self._texts = thread, texts
         self._feeds = [ExporterThread(exporter, detokenizer) for exporter in exporters]
         self._progress = progress_on(progress, self._ask) if thread.threads_wake_it else None
 

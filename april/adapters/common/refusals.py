@@ -11,6 +11,8 @@ from april.errors import ConfigError, RolloutError
 
 Refusal = tuple[Any, str, str, str]
 """Check of a setting: (true if it is refused, name of the setting, reason, remedy)."""
+NULL_MEANS_NO_LIMIT = ("function_timeout_s", "stall_timeout_s")
+"""Settings that have a limit by default. For all other settings that may be None, None is the default."""
 _RECOMPUTED = "that the trainer recomputes (log_softmax(logits / temperature))"
 
 
@@ -33,12 +35,13 @@ def mapping_of(settings: Any, where: str) -> dict[str, Any]:
 def own_settings(
     settings: Any, trainer: str, decided: Mapping[str, str], *, where: str = "april", pattern: str = "april.{}"
 ) -> dict[str, Any]:
-    """Return the settings that a user has given for april, without None values.
+    """Return the settings that a user has given for april: those that are not None, or for which None means no limit.
 
     Raises ConfigError for a setting that the trainer decides; ``decided`` maps it to the trainer's name for it. In
     messages, ``where`` says where the settings come from, and ``pattern`` is the format of a setting's name.
     """
-    own = {name: value for name, value in mapping_of(settings, where).items() if value is not None}
+    given = mapping_of(settings, where)
+    own = {name: value for name, value in given.items() if value is not None or name in NULL_MEANS_NO_LIMIT}
     refuse((flag, pattern.format(name), f"{trainer}'s {flag} decides this", "leave it out")
            for name in own for flag in [decided.get(name.partition(".")[0])])  # fmt: skip
     refuse(agents_sampling(own, trainer, pattern))

@@ -96,7 +96,8 @@ class TransformersEngine(EngineBase):
         max_len: Largest number of tokens of prompt plus response; None means the model's context, at most 32,768.
         seed: Seed of the generator that supplies seeds for requests that have none.
         name: Label for segments, metrics and messages.
-        stream_interval: Number of tokens after which a chunk is yielded; None means one chunk at the end.
+        stream_interval: Number of tokens per chunk; None means one chunk at the end, or one per two tokens if a request
+                has stop strings.
         eos_token_ids: Token ids that end a response; None means those of the model's generation configuration.
         check: Whether to decode a few tokens and compare them with a full forward pass, at creation or, with FSDP2, in
             the first :meth:`gather`.
