@@ -206,11 +206,13 @@ def test_a_dead_zone_keeps_rounding_out_of_long_responses(length: int, without: 
 
 
 def test_weights_that_vanish_are_told() -> None:
-    """A warning of eight responses whose products are below 0.1; none of seven, with a dead zone, or with q for p."""
+    """A warning of eight responses whose products are below 0.1; none of seven, within a dead zone, or with q for p."""
     q = np.linspace(-3, -1, 8 * 300).reshape(8, 300)
     mask, gains = np.ones_like(q), np.ones(8)
     with pytest.warns(UserWarning, match=r"below 0\.1 in the mean, .* give dead_zone=0\.4"):
         april.policy_loss(torch.tensor(q - 0.01), q, mask, gains)
+    with pytest.warns(UserWarning, match=r"next to nothing\. Rounding often exceeds the dead_zone, or the"):
+        april.policy_loss(torch.tensor(q - 0.5).clamp(max=0), q, mask, gains, dead_zone=0.4)
     for rows, options in ((7, {}), (8, {"dead_zone": 0.4}), (8, {"proximal_logprobs": q})):
         april.policy_loss(torch.tensor(q[:rows] - 0.01), q[:rows], mask[:rows], gains[:rows], **options)
 

@@ -16,10 +16,11 @@ before the first optimizer step of the batch, r_t = (current probability) / p_t,
   became much likelier can outweigh a batch.
 
 w_i is only useful if engine and trainer compute nearly equal probabilities with equal weights. If they differ by a KL
-divergence of k nats per token, w_i is about e^(-kT) for T tokens, and a long response teaches nothing, of which a
-warning tells. Two remedies: ``dead_zone`` treats ratios p_t / q_t near 1 as 1, so that rounding errors do not add up.
-Or pass the log-probabilities at sampling as ``proximal_logprobs``: q then takes the place of p, w_i is 1, and the clip
-limits the ratio to q.
+divergence of k nats per token, w_i is about e^(-kT) for T tokens, and a long response teaches nothing. A call with at
+least 8 responses warns of this; for smaller micro-batches see ``weight_response`` of ``off_policy_report``. Two
+remedies: ``dead_zone`` treats ratios p_t / q_t near 1 as 1, so that rounding errors do not add up. Or pass the
+log-probabilities at sampling as ``proximal_logprobs``: q then takes the place of p, w_i is 1, and the clip limits the
+ratio to q.
 
 Apart from that, ``geometric_bounds`` can remove the loss of responses whose mean ratio p_t / q_t is far from 1:
 "Geo-Mask" of Liu et al. above, ``seq-mask-tis`` in NeMo-RL.
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
 VANISHED, JUDGED_RESPONSES = 0.1, 8
-"""Mean weight below which :func:`policy_loss` warns, if there are at least so many responses with loss."""
+"""Mean weight below which :func:`policy_loss` warns, if a call has at least so many responses with loss."""
 LARGEST_DRIFT = 20.0
 """Largest log of the ratio r_t, in nats; larger ones are clamped, so exp cannot overflow, and have no gradient."""
 
@@ -108,9 +109,12 @@ def policy_loss(
         weights = truncated(who, proximal, behaviour_logprobs, loss_mask, limit, "sequence", False, dead_zone)
     responses = counted.any(-1)
     if not weights.is_meta and responses.sum() >= JUDGED_RESPONSES and weights.amax(-1)[responses].mean() < VANISHED:
+        cause = "If engine or trainer compute in bfloat16, give dead_zone=0.4; else the responses are too old"
+        if dead_zone:
+            cause = "Rounding often exceeds the dead_zone, or the responses are too old"
         warnings.warn(
-            f"{who}: the weights of the responses are below {VANISHED} in the mean, so they teach next to nothing. If "
-            "engine or trainer compute in bfloat16, give dead_zone=0.4; else the responses are too old for this loss",
+            f"{who}: the weights of the responses are below {VANISHED} in the mean, so they teach next to nothing. "
+            f"{cause} for this loss",
             stacklevel=2,
         )
     if geometric_bounds is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from copy import deepcopy
-from typing import Any
+from typing import Any, ClassVar
 
 FEEDBACK = "8 9"
 played: list[dict[str, Any]] = []
@@ -39,6 +41,44 @@ class AgentExecutor:
         }  # fmt: skip
         played.append(result)
         return result
+
+
+class TrainsTheEnd(AgentExecutor):
+    """Trains the last turn without its first token; leaves ``truncated`` out, as OpenRLHF's MultiTurnAgentExecutor."""
+
+    async def execute(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        result = await super().execute(*arguments, **named)
+        start, end = result["action_ranges"][-1]
+        del result["truncated"]
+        result["action_ranges"] = [(start + 1, end)] if end > start + 1 else []
+        return result
+
+
+class Serves(AgentExecutor):
+    """Its server has an event loop of its own, sends the requests, and keeps the engine of its first response."""
+
+    servers: ClassVar[list[Serves]] = []
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="executor's server")
+        self._thread.start()
+        self.servers.append(self)
+
+    def end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def generate(self, *arguments: Any, **named: Any) -> Any:
+        asked = asyncio.run_coroutine_threadsafe(self._engine.generate(*arguments, **named), self._loop)
+        return await asyncio.wrap_future(asked)
+
+    async def execute(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        *others, engine = arguments
+        self._engine = self._engine or engine
+        return await super().execute(*others, self, **named)
 
 
 class Rewrites(AgentExecutor):

@@ -89,6 +89,33 @@ def mark(args: Namespace, sample: Sample) -> None:
     sample.metadata["marked"] = sample.response_length
 
 
+def trim(args: Namespace, sample: Sample) -> None:
+    """Removes the last token of a response."""
+    sample.tokens, sample.response_length = sample.tokens[:-1], sample.response_length - 1
+    sample.rollout_log_probs = (sample.rollout_log_probs or [])[:-1]
+    sample.loss_mask = None if sample.loss_mask is None else sample.loss_mask[:-1]
+
+
+def drop_first(args: Namespace, sample: Sample) -> None:
+    """Removes the first token of a response."""
+    at = len(sample.tokens) - sample.response_length
+    sample.tokens, sample.response_length = sample.tokens[:at] + sample.tokens[at + 1 :], sample.response_length - 1
+    sample.rollout_log_probs, sample.loss_mask = (sample.rollout_log_probs or [])[1:], (sample.loss_mask or [])[1:]
+
+
+async def fails_once(args: Namespace, sample: Sample, **kwargs: Any) -> float:
+    """The length of a response; fails the first time that it is asked about an even sample."""
+    if sample.index is not None and sample.index % 2 == 0 and sample.index not in seen:
+        seen.append(sample.index)
+        raise ConnectionError("the judge is away")
+    return float(sample.response_length)
+
+
+async def group_fails_once(args: Namespace, samples: list[Sample], **kwargs: Any) -> list[float]:
+    """The same of a group."""
+    return [await fails_once(args, sample) for sample in samples]
+
+
 def all_samples(args: Namespace, groups: list[list[Sample]], data_source: Any) -> None:
     """Sees rejected groups too."""
     seen.append([g[0].group_index for g in groups])

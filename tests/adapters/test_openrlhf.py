@@ -112,6 +112,46 @@ def test_agents_play_their_turns_and_their_rows_are_their_own() -> None:
     assert not any(engine.judged for engine in run.engines)
 
 
+def agent_named(name: str, folder: Path) -> str:
+    """File of an agent whose executor is this class of the agents of a user."""
+    file = folder / "agent.py"
+    file.write_text(Path(AGENT).read_text() + f"\n\nAgentExecutor = {name}\n")
+    return str(file)
+
+
+def test_an_agent_decides_which_of_its_tokens_are_trained(tmp_path: Path) -> None:
+    """``action_ranges`` and ``truncated`` are the executor's, over restarts too."""
+    agent = agent_named("TrainsTheEnd", tmp_path)
+    with Run(train__agent_func_path=agent) as run:
+        run.step()
+        run.step()
+        state, first = run.loader.state_dict(), run.responses
+        played = run.rollouts._agents._executor.execute.__globals__["played"]  # type: ignore[union-attr]
+    with Run(train__agent_func_path=agent) as run:
+        run.loader.load_state_dict(state)
+        run.episode()
+        played += run.rollouts._agents._executor.execute.__globals__["played"]  # type: ignore[union-attr]
+    said = {tuple(result["observation_tokens"]): result["action_ranges"] for result in played}
+    for response in first + run.responses:
+        assert response["action_ranges"] == said[tuple(response["observation_tokens"])]
+        assert response["truncated"] is False
+    assert any(r["extra_logs"]["april/resumes"] for r in first + run.responses)
+
+
+def test_an_agent_may_ask_from_an_event_loop_of_its_own(tmp_path: Path) -> None:
+    """As OpenRLHF's example with a server does; executors serve one response after another."""
+    with Run(train__agent_func_path=agent_named("Serves", tmp_path)) as run:
+        executor: Any = run.rollouts._agents._executor  # type: ignore[union-attr]
+        try:
+            run.episode()
+        finally:
+            for server in executor.servers:
+                server.end()
+    assert Counter(run.labels) == ALL
+    assert Counter(map(plain, run.responses)) == Counter(map(plain, executor.execute.__globals__["played"]))
+    assert len(executor.servers) <= 2 * GROUPS * SAMPLES < len(run.responses)
+
+
 def test_an_agent_goes_on_after_a_restart() -> None:
     """Responses that were finished and not delivered keep their rewards, and what stands behind them."""
     with Run(train__agent_func_path=AGENT) as run:
@@ -129,11 +169,11 @@ def test_an_agent_goes_on_after_a_restart() -> None:
 
 def test_an_agent_that_returns_other_tokens_is_told(tmp_path: Path) -> None:
     """And one that is no agent, before anything starts."""
-    file = tmp_path / "agent.py"
-    file.write_text(Path(AGENT).read_text() + "\n\nAgentExecutor = Rewrites\n")
     settings = {"max_failed_groups": 1, "max_attempt_failures": 1}
-    with Run(settings, train__agent_func_path=str(file)) as run, pytest.raises(RolloutError, match="from token 0 on"):
+    run = Run(settings, train__agent_func_path=agent_named("Rewrites", tmp_path))
+    with run, pytest.raises(RolloutError, match="from token 0 on"):
         run.step()
+    file = tmp_path / "agent.py"
     file.write_text("nothing = 1\n")
     with pytest.raises(ConfigError, match="AttributeError: module 'agent_module' has no attribute 'AgentExecutor'"):
         Run(train__agent_func_path=str(file))

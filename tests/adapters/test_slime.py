@@ -174,6 +174,52 @@ def test_sample_hooks_come_before_the_reward() -> None:
         assert all(s.metadata["marked"] == s.response_length for g in run(0) for s in g)
 
 
+def test_tokens_that_are_too_old_stay_masked_in_a_response_that_a_hook_has_shortened() -> None:
+    """Mask and spans are of the tokens that are left."""
+    stale = {"april": {"on_stale": "mask", "max_staleness": 1}, "over_sampling_batch_size": 12}
+    with Run(**stale, rollout_sample_hook_path=[f"{USER}.trim"]) as run:
+        masked = 0
+        for rollout_id in range(14):
+            for s in run.samples(rollout_id):
+                spans = s.metadata["april"]["spans"]
+                old = [rollout_id - int(v.partition(".")[2]) > 1 for start, end, v in spans for _ in range(start, end)]
+                assert s.loss_mask == [int(not o) for o in old]
+                assert len(s.loss_mask) == spans[-1][1] == s.response_length
+                assert len(s.weight_versions) == len(spans)
+                masked += sum(old)
+    assert masked
+
+
+def test_a_hook_that_rewrites_a_response_before_masked_tokens_is_told() -> None:
+    """Nobody knows then which of its tokens are older; without such tokens, what follows has no version."""
+    hook = {"rollout_sample_hook_path": [f"{USER}.drop_first"]}
+    with Run(**hook) as run:
+        for rollout_id in range(4):
+            for s in run.samples(rollout_id):
+                assert s.metadata["april"]["spans"][-1] == [0, s.response_length, None]
+                assert s.loss_mask == [1] * s.response_length
+    run = Run(**hook, mask_offpolicy_in_partial_rollout=True)
+    with run, pytest.raises(RolloutError, match="from token 0 on, and later tokens are too old to be trained"):
+        list(map(run, range(12)))
+
+
+@pytest.mark.parametrize("flags", [
+    {"custom_rm_path": f"{USER}.fails_once"}, {"custom_rm_path": f"{USER}.group_fails_once", "group_rm": True},
+], ids=["sample", "group"])  # fmt: skip
+def test_a_hook_runs_once_on_a_sample_whose_reward_fails(flags: dict[str, Any], tmp_path: Path) -> None:
+    """Each reward is asked with what the custom generate function returned, over restarts too."""
+    flags |= {"custom_generate_function_path": f"{USER}.generate", "rollout_sample_hook_path": [f"{USER}.trim"]}
+    user.seen.clear()
+    samples: list[Sample] = []
+    for start in (0, 3):
+        with Run(tmp_path, start, **flags) as run:
+            for rollout_id in range(start, start + 3):
+                samples += run.samples(rollout_id)
+                run.data.save(rollout_id)
+    assert {s.index for s in samples} & set(user.seen)
+    assert all(s.reward == s.response_length == 4 + 3 * s.index % 40 for s in samples)
+
+
 def test_a_custom_generate_function_generates() -> None:
     """--custom-generate-function-path: its sample is the truth, april's books agree."""
     with Run(custom_generate_function_path=f"{USER}.generate") as run:
@@ -386,6 +432,7 @@ def test_what_an_agent_cannot_go_with() -> None:
     for flags, said in (
         ({"custom_reward_post_process_path": None}, "takes the mean reward over rows; add --custom-reward-post"),
         ({"use_dynamic_batch_size": False}, "slime's micro-batches .build_dp_schedule.; add --use-dynamic"),
+        ({"rollout_sample_hook_path": [f"{USER}.mark"]}, "--rollout-sample-hook-path would see only the first; leave"),
         ({"log_passrate": True}, "may return several rows for one response, but --log-passrate takes n per group"),
         ({"custom_generate_function_path": f"{USER}.generate"}, "both generate the responses; leave out one of them"),
         ({"april": {"rollout": 7}}, "april.rollout must be the path of a function"),

@@ -159,9 +159,11 @@ def test_rows_of_openrlhf_that_april_cannot_use() -> None:
 
 
 def test_answers_of_openrlhfs_reward_functions() -> None:
-    """Numbers, lists and arrays of one; the score is the reward where there is none."""
+    """Numbers, lists, arrays and tensors of one; the score is the reward where there is none."""
     assert RewardResult.of({"rewards": [0.5], "extra_logs": {"a": [[2]]}}) == RewardResult(0.5, 0.5, {"a": 2.0})
     assert RewardResult.of({"rewards": 1, "scores": 0, "extra_logs": None}) == RewardResult(1.0, 0.0, {})
+    for tensor in (torch.tensor([0.5], dtype=torch.bfloat16), torch.tensor(0.5, requires_grad=True)):
+        assert RewardResult.of({"rewards": tensor}).reward == 0.5
     for answer in (None, {}, {"rewards": None}, [0.5]):
         with pytest.raises(RolloutError, match="expected a mapping with rewards"):
             RewardResult.of(answer)

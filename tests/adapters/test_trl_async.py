@@ -98,6 +98,25 @@ def test_rows_are_what_was_delivered(changes: dict[str, Any], tmp_path: Path) ->
     assert len({s.engine for b in batches for r in b.samples for s in r.segments}) == 2
 
 
+def test_masked_tokens_make_no_row_too_old(tmp_path: Path) -> None:
+    """With ``on_stale: mask``, a row is as old as its oldest trained token, so TRL drops none."""
+    server = FakeVllmServer(max_running=16, turns=8)
+    settings = {"on_stale": "mask", "over_sampling_batch_size": 8, "max_in_flight": 16}
+    with ServerThread(server):
+        made = trainer(tmp_path, server.url, settings=settings, max_staleness=1, max_completion_length=200)
+        batches = trl.noted(made.rollout_worker)
+        made.train(12)
+    masked = 0
+    for batch, rows in zip(batches, made.trained, strict=False):
+        for s, row in zip(batch.samples, rows, strict=True):
+            trained = s.versions[s.loss_mask != 0, 1]
+            assert row.model_version == trained.min(initial=batch.version.n)
+            masked += len(s.tokens) - len(trained)
+    assert masked
+    assert len(made.trained) == 12
+    assert "sample/dropped_stale_total" not in made._metrics["train"]
+
+
 def test_servers_that_take_weights_from_the_trainer_need_no_directory(
     sent: list[list[str]], tmp_path: Path  # noqa: F811
 ) -> None:

@@ -415,6 +415,17 @@ def test_media_are_known_by_their_content_at_their_places() -> None:
     assert digest_of([frames, "a"]) != digest_of([frames, "b"])
 
 
+def test_different_media_have_different_digests() -> None:
+    """Images that only differ in their palette, and lists whose items run together in the same way."""
+    image_module = pytest.importorskip("PIL.Image")
+    red, blue = image_module.new("P", (4, 4)), image_module.new("P", (4, 4))
+    red.putpalette([255, 0, 0])
+    blue.putpalette([0, 0, 255])
+    assert digest_of(red) == digest_of(red.copy())
+    different = [red, blue, [1, 23], [12, 3], [1, [23]], [[1], 23], {1: 23}, [b"a", b"b"], [b"ab", b""], b"ab", "ab"]
+    assert len({digest_of(item) for item in different}) == len(different)
+
+
 def test_a_rollout_that_sees_another_image_after_a_restart_begins_anew(trainer: Make, tmp_path: Path) -> None:
     """Their tokens are equal: what was said of the one is no answer about the other. With the same image it goes on."""
 

@@ -56,19 +56,23 @@ def digest_of(item: Any) -> str | None:
 
 
 def _add_to_hash(found: Any, item: Any) -> bool:
+    """Add an item to a hash; return False if it cannot be added. Types and lengths keep different items apart."""
     if hasattr(item, "tobytes") and hasattr(item, "getbands"):  # a PIL.Image, without importing it
-        found.update(f"{item.mode} {item.size}".encode())
+        found.update(f"{item.mode} {item.size} {item.getpalette()}".encode())
         found.update(item.tobytes())
         return True
     if isinstance(item, (bytes, bytearray, memoryview)):
+        found.update(f"bytes {memoryview(item).nbytes}:".encode())
         found.update(item)
         return True
     if isinstance(item, Mapping):
+        found.update(f"mapping {len(item)}:".encode())
         return all(_add_to_hash(found, part) for pair in item.items() for part in pair)
     if isinstance(item, (list, tuple)):
+        found.update(f"list {len(item)}:".encode())
         return all(_add_to_hash(found, part) for part in item)
     if item is None or isinstance(item, (str, int, float)):
-        found.update(repr(item).encode())
+        found.update(f"{item!r},".encode())
         return True
     if hasattr(item, "detach"):  # a tensor, without importing torch
         item = item.detach().cpu().numpy()

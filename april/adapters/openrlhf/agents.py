@@ -1,13 +1,15 @@
 """Runs OpenRLHF's agents as rollout functions: OpenRLHF's executor gets april in place of its vLLM engine.
 
-Invariant: april trains the tokens that the executor returns, which begin with the conversation that april generated.
+Invariants: april trains the tokens that the executor returns, which begin with the conversation that april generated,
+in the ranges that the executor returns. An executor and its engine serve one response at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,26 +38,44 @@ def load_executor(path: str) -> Callable[[], Any]:
 
 @dataclass(slots=True)
 class AgentEngine:
-    """Replacement for the vLLM engine that an executor calls; serves a single response."""
+    """Replacement for the vLLM engine that an executor calls; serves one response at a time."""
 
-    llm: LLM
     tokenizer: Any
     given: Mapping[str, Any]
     """Sampling parameters of the run; only parameters that an agent has changed are passed to april."""
+    llm: LLM = field(init=False)
+    loop: asyncio.AbstractEventLoop = field(init=False)
+    """april's event loop."""
     last: Completion | None = None
 
+    def begin(self, llm: LLM) -> None:
+        """Serve a response from now on. Must be called on april's event loop."""
+        self.llm, self.loop, self.last = llm, asyncio.get_running_loop(), None
+
     async def generate(self, prompt_token_ids: Any, sampling_params: Any, multi_modal_data: Any = None) -> Any:
-        """Return an output in vLLM's form, with ``token_ids``, ``text``, ``logprobs`` and ``finish_reason``."""
+        """Return an output in vLLM's form, with ``token_ids``, ``text``, ``logprobs`` and ``finish_reason``.
+
+        May be called on any event loop, such as that of an executor's own server.
+        """
         if multi_modal_data:
             raise RolloutError("the agent sends images, but april resumes from token ids alone; use text")
+        answer = self._answer(prompt_token_ids, sampling_params)
+        if asyncio.get_running_loop() is self.loop:
+            return await answer
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answer, self.loop))
+
+    async def _answer(self, prompt_token_ids: Any, sampling_params: Any) -> Any:
         changed = {
             name: value
             for name in PASSED_ON
             if (value := getattr(sampling_params, name, None)) is not None and value != self.given.get(name)
         }
-        done = self.last = await self.llm.generate(
+        llm = self.llm
+        done = await llm.generate(
             list(prompt_token_ids), max_tokens=sampling_params.max_tokens, any_conversation=True, **changed
         )
+        if self.llm is llm:  # else the executor has not waited for this answer, and serves another response
+            self.last = done
         ids = done.tokens.tolist()
         said = zip(ids, done.logprobs.tolist(), strict=True)
         output = SimpleNamespace(
@@ -79,6 +99,8 @@ class Agents:
 
     def __init__(self, args: Any, tokenizer: Any, scored: Held) -> None:
         self._executor = load_executor(args.train.agent_func_path)
+        self._free: list[tuple[Any, AgentEngine]] = []
+        """Executors that serve no response now, each with its engine, which it may have kept."""
         self._tokenizer, self._scored = tokenizer, scored
         self._max_len: int = args.data.max_len
         self._sampling = {
@@ -88,13 +110,17 @@ class Agents:
         }  # fmt: skip
 
     async def rollout(self, prompt: Prompt, llm: LLM) -> None:
-        """Run the agent's executor for one response and store its result."""
-        engine = AgentEngine(llm, self._tokenizer, self._sampling)
-        result = await self._executor().execute(
+        """Run an executor for one response and store its result. An executor that fails is not used again."""
+        executor, engine = (
+            self._free.pop() if self._free else (self._executor(), AgentEngine(self._tokenizer, self._sampling))
+        )
+        engine.begin(llm)
+        result = await executor.execute(
             prompt.data["prompt"], prompt.data["label"], SimpleNamespace(**self._sampling), self._max_len,
             self._tokenizer, engine,
         )  # fmt: skip
         self._scored[llm.sample_id] = self._result(result, engine.last)
+        self._free.append((executor, engine))
 
     def _result(self, result: Mapping[str, Any], last: Completion | None) -> RewardResult:
         if last is None:
@@ -108,4 +134,6 @@ class Agents:
             )
         logs = result.get("extra_logs") or {}
         answer = RewardResult.of({"rewards": result["reward"], "scores": result.get("scores"), "extra_logs": logs})
-        return RewardResult(answer.reward, answer.score, answer.logs, ids[len(generated) :])
+        ranges = [[int(start), int(end)] for start, end in result["action_ranges"]]
+        truncated = bool(result.get("truncated", False))
+        return RewardResult(answer.reward, answer.score, answer.logs, ids[len(generated) :], ranges, truncated)

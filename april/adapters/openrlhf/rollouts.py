@@ -283,7 +283,7 @@ class OpenRLHFRollouts:
         scored = {i: s for i, s in self._scored.copy().items() if i.group in groups}
         content = {
             "state": state, "prompts": drawn,
-            "scored": [[*i, s.reward, s.score, s.logs, s.behind] for i, s in scored.items()],
+            "scored": [[*i, s.reward, s.score, s.logs, s.behind, s.ranges, s.truncated] for i, s in scored.items()],
         }  # fmt: skip
         import torch
 

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from april.adapters.common.data_loader import RowQueue
 from april.adapters.common.refusals import refuse_several_rows
@@ -40,6 +41,10 @@ class RewardResult:
     logs: Mapping[str, float]
     behind: Sequence[int] = ()
     """Token ids that an agent's environment appended after the last generated token."""
+    ranges: Sequence[Sequence[int]] | None = None
+    """An agent's action ranges, [start, end) in prompt and response: only these tokens are trained. None: no agent."""
+    truncated: bool = False
+    """True if an agent says that its response was cut off."""
 
     @classmethod
     def of(cls, answer: Any) -> RewardResult:
@@ -55,6 +60,8 @@ class RewardResult:
 def _number(value: Any) -> float:
     """Return a number, or the first element of a list or tensor, as OpenRLHF does."""
     try:
+        if hasattr(value, "detach"):  # a tensor, whose type numpy may lack (bfloat16)
+            value = value.detach().double().cpu()
         return float(np.asarray(value, np.float64).reshape(-1)[0])
     except (TypeError, ValueError, IndexError):
         raise RolloutError(f"a reward function returned {value!r} instead of a number") from None
@@ -115,19 +122,30 @@ def responses_of(
             )
         logged = tuple(sorted(logs))
         prompt, behind = sample.prompt.token_ids.tolist(), [] if said is None else list(said.behind)
+        trained, truncated = sample.loss_mask, sample.finish is FinishReason.LENGTH
+        if said is not None and said.ranges is not None:
+            trained, truncated = trained & mask_of(said.ranges, len(prompt), len(trained)), said.truncated
         yield {
             "prompt": sample.prompt.data["prompt"],
             "label": sample.prompt.data["label"],
             "images": sample.prompt.data.get(IMAGES),
             "mm_train_inputs": inputs_of(sample),
             "observation_tokens": prompt + sample.tokens.tolist() + behind,
-            "action_ranges": trained_ranges(sample.loss_mask.tolist(), len(prompt)),
+            "action_ranges": trained_ranges(trained.tolist(), len(prompt)),
             "rollout_log_probs": [0.0] * len(prompt) + sample.logprobs.tolist() + [0.0] * len(behind),
-            "truncated": sample.finish is FinishReason.LENGTH,
+            "truncated": truncated,
             "reward": None if said is None else said.reward,
             "scores": None if said is None else said.score,
             "extra_logs": {**logs, **provenance(sample), **shared},
         }
+
+
+def mask_of(ranges: Sequence[Sequence[int]], offset: int, length: int) -> NDArray[np.uint8]:
+    """Return uint8 [length], 1 for each token at ``offset`` and later that is in one of ``ranges`` ([start, end))."""
+    mask = np.zeros(offset + length, np.uint8)
+    for start, end in ranges:
+        mask[start:end] = 1
+    return mask[offset:]
 
 
 def trained_ranges(mask: Sequence[int], offset: int) -> list[tuple[int, int]]:

@@ -130,6 +130,9 @@ def _refusals_with_agent(args: Any, own_function: bool) -> Iterator[Refusal]:
     rows = "it may return several rows for one response"
     yield (own_function, "april.rollout and --custom-generate-function-path", "both generate the responses",
            "leave out one of them")
+    yield (getattr(args, "rollout_sample_hook_path", None), "april.rollout",
+           f"{rows}, but --rollout-sample-hook-path would see only the first",
+           "leave it out; --rollout-sample-filter-path sees all rows")
     yield (getattr(args, "log_passrate", False), "april.rollout", f"{rows}, but --log-passrate takes n per group",
            "leave --log-passrate out")
     yield (not getattr(args, "use_dynamic_batch_size", True), "april.rollout",

@@ -5,6 +5,7 @@ The functions run on slime's own event loop, to which its HTTP sessions belong.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -98,7 +99,8 @@ class SlimeHooks:
 
     def _sample(self, prompt: Prompt, response: Response) -> Any:
         if self._finished is not None:
-            return self._finished[response.sample_id]
+            # a copy, because hooks change the sample, and run again if the reward fails and is tried again
+            return copy.deepcopy(self._finished[response.sample_id])
         sample = self._groups.begin(prompt, response.sample_id)
         text = response.text(special_tokens=not self._args.rollout_skip_special_tokens)
         if response.output is not None:  # pass the agent's result on to the reward function

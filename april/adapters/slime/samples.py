@@ -193,7 +193,10 @@ def finish(
     """Write loss mask, policy versions and advantage of april's row into a sample of slime and return the sample.
 
     ``version`` is the current policy version. ``mask_offpolicy`` excludes tokens older than the sample's newest
-    policy version from the loss.
+    policy version from the loss. If a hook has rewritten the response, mask and versions are those of the tokens before
+    the first changed one, and later tokens have no version.
+
+    Raises RolloutError if a hook has rewritten the response before or among tokens that must be excluded.
     """
     mask = delivered.loss_mask.astype(bool)
     spans = spans_of(delivered.segments)
@@ -202,12 +205,20 @@ def finish(
         for start, end, v in spans:
             if v is not None and v < max(generated):
                 mask[start:end] = False
-    was = sample.loss_mask
-    if was is None:
-        was = [1] * sample.response_length
-    if len(was) == len(mask):  # if not, a hook has rewritten the response
-        sample.loss_mask = (np.asarray(was, bool) & mask).astype(int).tolist()
-    sample.weight_versions = [str(v.n) for v in generated]
+    length = sample.response_length
+    own = np.array([1] * length if sample.loss_mask is None else sample.loss_mask, bool)
+    same = min(_unchanged(sample, delivered.tokens), len(own))
+    if same < length and any(v is not None and not mask[max(start, same) : end].all() for start, end, v in spans):
+        raise RolloutError(
+            f"a hook has rewritten the response of sample {sample.index} from token {same} on, and later tokens are "
+            "too old to be trained, so april cannot tell which ones to mask; let hooks change only loss_mask or the end"
+        )
+    own[:same] &= mask[:same]
+    sample.loss_mask = own.astype(int).tolist()
+    spans = [(start, min(end, same), v) for start, end, v in spans if start < same]
+    if same < length:
+        spans.append((same, length, None))
+    sample.weight_versions = [str(v.n) for _, _, v in spans if v is not None]
     provenance: dict[str, Any] = {
         "spans": [[start, end, None if v is None else str(v)] for start, end, v in spans],
         "version": str(version), "staleness": delivered.staleness, "resumes": delivered.resumes,
@@ -219,6 +230,13 @@ def finish(
     sample.metadata = {**(sample.metadata or {}), "april": provenance}
     add_experts(sample, delivered)
     return sample
+
+
+def _unchanged(sample: Any, tokens: Int32) -> int:
+    """Return the number of response tokens before the first one that a hook has changed, added or removed."""
+    now = np.array(sample.tokens[len(sample.tokens) - sample.response_length :])
+    count = min(len(now), len(tokens))
+    return int(np.append(now[:count] != tokens[:count], True).argmax())
 
 
 def add_experts(sample: Any, delivered: DeliveredSample) -> None:

@@ -208,7 +208,10 @@ class RolloutWorker:
 
         trainer, made = self._trainer, []
         ahead = batch.trained_at.n - batch.version.n
-        for sample, advantage in zip(batch.samples, batch.advantages("grpo", epsilon=EPSILON), strict=True):
+        ages = np.split(batch.token_ages, np.cumsum(batch.lengths)[:-1])
+        advantages = batch.advantages("grpo", epsilon=EPSILON)
+        for sample, of_tokens, advantage in zip(batch.samples, ages, advantages, strict=True):
+            oldest = int(of_tokens[sample.loss_mask != 0].max(initial=0))
             before, tokens = sample.prompt.token_ids.tolist(), sample.tokens.tolist()
             none = np.zeros(len(before))
             made.append(RolloutSample(
@@ -218,8 +221,8 @@ class RolloutWorker:
                 completion_mask=np.concatenate([none, sample.loss_mask]).astype(np.int64),
                 old_log_probs=np.concatenate([none, sample.logprobs]).astype(np.float32),
                 advantage=float(advantage),
-                # april counts staleness until the row is trained, TRL until the row is fetched
-                model_version=trainer.model_version - max(0, sample.staleness - ahead),
+                # april counts the age until the row is trained, TRL until the row is fetched
+                model_version=trainer.model_version - max(0, oldest - ahead),
                 group_id=sample.id.group,
                 metrics={"reward": sample.reward, "reward_std": float(np.std([r for _, r in sample.cohort]))},
             ))  # fmt: skip
