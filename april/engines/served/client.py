@@ -57,6 +57,7 @@ from april.errors import (
     WireError,
 )
 from april.serialization.own_values import pack, unpack
+from april.text.server_text import clean
 
 log = logging.getLogger("april")
 
@@ -135,7 +136,8 @@ class ServedEngine(ServerEngine):
         try:
             connection.outbox.put(Start(request))
         except TypeError as error:
-            raise RequestRefused(f"attempt {request.attempt_id} cannot be sent to {self._client.url}: {error}") from None
+            url = self._client.url
+            raise RequestRefused(f"attempt {request.attempt_id} cannot be sent to {url}: {clean(error)}") from None
         inbox = connection.inboxes[request.attempt_id] = asyncio.Queue()
         over = False
         try:
