@@ -25,7 +25,8 @@ from april.engines.http.server_process import Confirmation
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.http.wire import empty_chunk
 from april.engines.protocol import AbortMeans, BufferedStream, Chunk, EngineFinish, Request
-from april.errors import EngineError, EngineUnreachable, WireError
+from april.errors import EngineError, EngineUnreachable, RequestRefused, WireError
+from april.text.server_text import clean
 
 MAX_EVENT_BYTES = 4 << 20
 """Maximum bytes of one event, unless the caller sets another limit."""
@@ -338,7 +339,10 @@ class ResponseStream(BufferedStream):
         endpoint, request = self._endpoint, self._request
         # stream if attachments are sent: other requests wait for their arrival, and the first event shows it
         self._streamed = self._streamed or (bool(urls) and endpoint.attachments.by_name)
-        self._reader, body = endpoint.prepare(request, self._streamed, urls)
+        try:
+            self._reader, body = endpoint.prepare(request, self._streamed, urls)
+        except UnicodeEncodeError as error:
+            raise RequestRefused(f"attempt {request.attempt_id} has text that cannot be sent: {clean(error)}") from None
         if self._closing:
             raise EngineUnreachable(f"attempt {request.attempt_id} was ended before it was sent")
         limit, headers = max_response_bytes(request), routing_headers(request, endpoint.routing_key)
