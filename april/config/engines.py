@@ -11,6 +11,7 @@ from april.config.mistakes import Mistake, SettingName, contradiction
 from april.config.values import (
     Model,
     NonNegativeFloat,
+    LARGEST_INT,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -126,13 +127,13 @@ class SimulatedEngineConfig(Model):
     """Sequences decoded at the same time, per engine."""
     max_len: PositiveInt = 32768
     """Longest prompt plus response, in tokens."""
-    vocab_size: PositiveInt = 32000
+    vocab_size: Annotated[PositiveInt, Field(ge=2)] = 32000
     """Size of the vocabulary."""
-    median_len: PositiveFloat = 2500.0
+    median_len: Annotated[PositiveFloat, Field(ge=1, le=LARGEST_INT)] = 2500.0
     """Median response length, in tokens."""
-    sigma_between: NonNegativeFloat = 0.6
+    sigma_between: Annotated[NonNegativeFloat, Field(le=10)] = 0.6
     """Standard deviation of the logarithm of the response length between prompts."""
-    sigma_within: NonNegativeFloat = 0.5
+    sigma_within: Annotated[NonNegativeFloat, Field(le=10)] = 0.5
     """Standard deviation of the logarithm of the response length among the responses to one prompt."""
 
 
@@ -215,7 +216,8 @@ class ServerEngineConfig(AddressedEngineConfig):
     expert_shape: tuple[PositiveInt, PositiveInt] | None = None
     """Number of layers and number of experts per token in routed_experts, an optional output of the server (see
     extras). None means the numbers in the model's files."""
-    routing_key: RoutingKey = "sample"
+    # YAML reads off as false
+    routing_key: Annotated[RoutingKey, BeforeValidator(lambda given: "off" if given is False else given)] = "sample"
     """Requests that a router in front of the servers is asked to send to the same server: all of a sample, all of a
     group, or none (off). Without a router it changes nothing."""
 
