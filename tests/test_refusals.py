@@ -204,6 +204,13 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
      "without /v1/: april adds the routes"),
     ({"engine": {"kind": "vllm", "urls": "http://h:8?key=1"}},
      "engine.urls.0: an engine's URL must look like http://host:port, got 'http://h:8?...'"),
+    ({"engine": {"kind": "vllm", "urls": "http://u:pa/ss@h:8?key=1"}},
+     "engine.urls.0: an engine's URL must look like http://host:port, got 'h:8?...'"),
+    ({"engine": {"kind": "vllm", "urls": "http://h:8/?user=a@b"}},
+     "engine.urls.0: an engine's URL must look like http://host:port, got '?...'"),
+    ({"engine": {"kind": "vllm", "urls": URL, "api_key_env": "sk-key"}},
+     "engine.api_key_env: the name of an environment variable has only letters, digits and _; give the name of the "
+     "variable that holds the key, not the key itself"),
     ({"engine": {"kind": "vllm", "urls": "http://h:99999"}},
      "engine.urls.0: an engine's URL must look like http://host:port, got 'http://h:99999'"),
     ({"engine": {"kind": "vllm", "urls": ["http://h", "http://h/"]}},
@@ -307,6 +314,9 @@ TYPED: list[tuple[list[str], str]] = [
      "an engine's URL must look like http://host:port, got 'localhost:8000'; write http://localhost:8000"),
     (["--engine-urls", "http://user:password@host:80"],
      "an engine's URL must look like http://host:port, got 'host:80'"),
+    (["--engine-api-key", "password"],
+     "everybody on the machine can see flags; write the key into an environment variable, and give its name with the "
+     "flag that ends in -env"),
 ]  # fmt: skip
 
 

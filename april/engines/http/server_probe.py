@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from april.config.engines import AddressedEngineConfig, RoutingKey, ServerEngineConfig, checked_key, name_at
+from april.config.engines import AddressedEngineConfig, RoutingKey, ServerEngineConfig, key_of_variable, name_at
 from april.core.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, unknown_eos
 from april.core.sampling import LogprobKind
 from april.engines.http.http_client import HttpClient, Reply, json_value
@@ -466,7 +465,4 @@ def api_key(config: AddressedEngineConfig) -> str | None:
     """Return the API key, from the environment if the configuration names a variable. Raises ConfigError if unset."""
     if config.api_key_env is None:
         return None if config.api_key is None else config.api_key.get_secret_value()
-    key = os.environ.get(config.api_key_env)
-    if not key:
-        raise ConfigError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set")
-    return checked_key(key)
+    return key_of_variable(config.api_key_env, "engine.api_key_env")
