@@ -399,6 +399,14 @@ def test_a_key_is_in_no_text_of_the_configuration(caplog: pytest.LogCaptureFixtu
         {"kind": "vllm", "urls": f"http://host:80#{CANARY}"},
         {"kind": "vllm", "urls": f"http://host:80/#?{CANARY}"},
         {"kind": "vllm", "urls": f"http://[host:80#{CANARY}"},
+        {"kind": "vllm", "urls": f"http://host:80/?user=a@b.example&key={CANARY}"},
+        {"kind": "vllm", "urls": f"http://host:80?key=a@{CANARY}"},
+        {"kind": "vllm", "urls": f"http://user:{CANARY}#x@host:80"},
+        {"kind": "vllm", "urls": f"http://user:{CANARY}/x?y@host:80"},
+        {"kind": "vllm", "urls": URLS, "api_key_env": CANARY},
+        {"kind": f"http://host:80?key={CANARY}", "urls": URLS},
+        f"http://host:80/?key={CANARY}",
+        f"host:80?key={CANARY}",
         {"kind": "vllm", "urls": URLS, "api_key": f"{CANARY}\nX-More: 1"},
         {"kind": "vllm", "urls": URLS, "api_key": f"{CANARY}\x00"},
         {"kind": "vllm", "urls": URLS, "api_key": f"{CANARY}\u2713"},
@@ -416,6 +424,29 @@ def test_a_key_is_in_no_sentence(engine: Any, source: str, tmp_path: Path) -> No
     with pytest.raises(ConfigError) as caught:
         load(source, {**SMALL, "engine": engine}, tmp_path)
     assert CANARY not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_key_as_a_flag_is_refused_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse would take the flag for an abbreviation of --engine-api-key-env, and the key for a variable's name."""
+    for typed in ([f"--engine-api-key={CANARY}"], ["--engine-api-key-env", CANARY], ["--engine-kind", f"h?{CANARY}"]):
+        with pytest.raises(SystemExit):
+            from_flags(*NEEDED, "--engine-urls", *URLS, *typed)
+        printed = capsys.readouterr().err.splitlines()[-1]
+        assert f"argument {typed[0].partition('=')[0]}: " in printed
+        assert CANARY not in printed
+
+
+def test_off_in_yaml_is_off(tmp_path: Path) -> None:
+    """YAML reads the word as false."""
+    file = tmp_path / "april.yaml"
+    file.write_text(
+        f"rollout_batch_size: 2\nmax_response_len: 9\nengine: {{kind: vllm, urls: {URLS[0]}, routing_key: off}}\n"
+    )
+    config = Config.from_yaml(file)
+    assert isinstance(config.engine, ServerEngineConfig)
+    assert config.engine.routing_key == "off"
+    with pytest.raises(ConfigError, match=r"engine\.routing_key: input should be 'sample', 'group' or 'off', got True"):
+        Config(**SMALL, engine={"kind": "vllm", "urls": URLS, "routing_key": True})
 
 
 def test_a_broken_file_does_not_show_its_lines(tmp_path: Path) -> None:

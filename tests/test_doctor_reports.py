@@ -314,6 +314,7 @@ def test_a_configuration_file(servers: Any, offers: dict[str, ServerFacts], tmp_
         (["http://user:sk-canary@h:1"], "an engine's URL must look like http://host:port, got 'h:1'"),
         (["--config", "nowhere.yaml"], "cannot read nowhere.yaml: No such file"),
         (["http://h:1", "--api-key-env", "APRIL_NO_KEY"], "the environment variable APRIL_NO_KEY is not set"),
+        (["http://h:1", "--api-key-env", "sk-canary"], "the variable that holds the key, not the key itself"),
         (["--config", "x.yaml", "--api-key-env", "KEY"], "in a configuration, set engine.api_key_env"),
         (["http://h:1", "--timeout", "16"], "less than or equal to 15"),
     ],

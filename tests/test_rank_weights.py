@@ -88,6 +88,24 @@ def test_the_ranks_send_what_is_spread_over_them() -> None:
     assert len(spread.gathered) == 3 * 2 * 5
 
 
+def test_ranks_may_overwrite_what_they_have_yielded() -> None:
+    """Every rank's iterable fills one buffer again and again; the engine of rank 0 gets what was yielded."""
+    taking = Taking()
+
+    def one_buffer() -> Iterator[tuple[str, torch.Tensor]]:
+        buffer = torch.empty(4)
+        for number in range(5):
+            yield f"t{number}", buffer.fill_(number)
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        rollouts.next_batch()
+        return rollouts.weight_update(weights=one_buffer())
+
+    assert run_ranks(program, 2, engines=lambda rank: None if rank else [taking]) == [PolicyVersion(0, 1)] * 2
+    (found,) = taking.weights
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {f"t{i}": [i] * 4 for i in range(5)}
+
+
 def test_engines_of_other_ranks_with_models_of_their_own_get_the_weights_there() -> None:
     """What has been put together on every rank needs no sending."""
     spread = Spread(2)

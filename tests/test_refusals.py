@@ -106,6 +106,14 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"kind": "simulated", "slots": 0}}, "engine.slots: input should be greater than or equal to 1, got 0"),
     ({"engine": {"kind": "simulated", "sigma_within": float("inf")}},
      "engine.sigma_within: input should be a finite number, got inf"),
+    ({"engine": {"kind": "simulated", "sigma_within": 11}},
+     "engine.sigma_within: input should be less than or equal to 10, got 11"),
+    ({"engine": {"kind": "simulated", "sigma_between": 11}},
+     "engine.sigma_between: input should be less than or equal to 10, got 11"),
+    ({"engine": {"kind": "simulated", "vocab_size": 1}},
+     "engine.vocab_size: input should be greater than or equal to 2, got 1"),
+    ({"engine": {"kind": "simulated", "median_len": 0.5}},
+     "engine.median_len: input should be greater than or equal to 1, got 0.5"),
     ({"engine": {"kind": "simulated", "gpu": "b200"}}, "engine.gpu: input should be 'h100' or 'mi300x', got 'b200'"),
     ({"engine": {"kind": "llamacpp"}},
      "engine.kind: april has no engine 'llamacpp'; it has 'transformers', 'simulated', 'vllm', 'sglang', 'openai', "
@@ -196,6 +204,13 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
      "without /v1/: april adds the routes"),
     ({"engine": {"kind": "vllm", "urls": "http://h:8?key=1"}},
      "engine.urls.0: an engine's URL must look like http://host:port, got 'http://h:8?...'"),
+    ({"engine": {"kind": "vllm", "urls": "http://u:pa/ss@h:8?key=1"}},
+     "engine.urls.0: an engine's URL must look like http://host:port, got 'h:8?...'"),
+    ({"engine": {"kind": "vllm", "urls": "http://h:8/?user=a@b"}},
+     "engine.urls.0: an engine's URL must look like http://host:port, got '?...'"),
+    ({"engine": {"kind": "vllm", "urls": URL, "api_key_env": "sk-key"}},
+     "engine.api_key_env: the name of an environment variable has only letters, digits and _; give the name of the "
+     "variable that holds the key, not the key itself"),
     ({"engine": {"kind": "vllm", "urls": "http://h:99999"}},
      "engine.urls.0: an engine's URL must look like http://host:port, got 'http://h:99999'"),
     ({"engine": {"kind": "vllm", "urls": ["http://h", "http://h/"]}},
@@ -299,6 +314,9 @@ TYPED: list[tuple[list[str], str]] = [
      "an engine's URL must look like http://host:port, got 'localhost:8000'; write http://localhost:8000"),
     (["--engine-urls", "http://user:password@host:80"],
      "an engine's URL must look like http://host:port, got 'host:80'"),
+    (["--engine-api-key", "password"],
+     "everybody on the machine can see flags; write the key into an environment variable, and give its name with the "
+     "flag that ends in -env"),
 ]  # fmt: skip
 
 

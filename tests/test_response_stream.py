@@ -20,7 +20,7 @@ from april.engines.http.server_engine import Admission
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.protocol import AbortMeans, EngineFinish, Request
 from april.engines.sglang.wire import rid_of
-from april.errors import EngineError, EngineUnreachable, WireError
+from april.errors import EngineError, EngineUnreachable, RequestRefused, WireError
 
 REQUEST = Request(attempt_id="0" * 32, token_ids=np.array([1, 2], np.int32), sampling=SamplingParams(8))
 
@@ -138,6 +138,29 @@ def test_mutations_raise_nothing_but_engine_errors(at: int, cut: int, put: bytes
             return None
 
     assert outcome(pieces_of(raw, [min(c, len(raw)) for c in cuts])) == outcome([raw])
+
+
+@pytest.mark.parametrize("nothing", [b"data:\n\n", b"data: \n\n", b"data\n\n", b"event: ping\r\ndata:\r\n\r\n"])
+def test_an_event_without_data_is_none(nothing: bytes) -> None:
+    """Servers and proxies keep connections open with it; at the end of the stream too."""
+    plain = b"data: {}\n\n"
+    assert events_of([nothing + plain + nothing + plain]) == [b"{}", b"{}"]
+    assert events_of([plain, nothing, plain]) == [b"{}", b"{}"]
+    assert events_of([plain, nothing.rstrip() + b"\n"]) == [b"{}"]
+
+
+async def test_a_request_with_text_that_cannot_be_encoded_is_refused() -> None:
+    """It is the request's own fault, so that the engine gets the next one."""
+    client: Any = None
+    endpoint = GenerateRoute(
+        client=client, route="/generate", admission=Admission(), labels=WeightLabels(),
+        prepare=lambda request, *_: (sglang_reader(REQUEST.attempt_id), "\ud83d".encode()),
+        abort_means=AbortMeans.BY_ID, marks_end=False,
+    )  # fmt: skip
+    stream = ResponseStream(endpoint, REQUEST, streamed=True)
+    with pytest.raises(RequestRefused, match="surrogates not allowed"):
+        await anext(stream)
+    await stream.aclose()
 
 
 def test_a_line_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:

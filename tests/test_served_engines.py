@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from msgspec import structs
-from served_lives import KEY, Life, Process, TrueEngine, logprobs_of, says
+from served_lives import KEY, VOCAB, Life, Process, TrueEngine, logprobs_of, says
 from server_fixtures import Got, read, request
 from socket_clock import run_with_sockets
 
@@ -29,9 +29,9 @@ from april.engines.protocol import EngineFinish, FirstWeights, Health, OnWeightU
 from april.engines.served import server as served_server
 from april.engines.served.client import ServedEngine, connect_april
 from april.engines.served.server import EngineServer, serve
-from april.engines.served.wire import ChunkMessage, EngineCall, Failure, Start, Tensors, unpacked
+from april.engines.served.wire import ChunkMessage, EngineCall, Failure, Leave, Outbox, Start, Tensors, unpacked
 from april.engines.weight_transfer import TensorSpec
-from april.errors import ConfigError, EngineError, EngineUnreachable, WeightsGone
+from april.errors import ConfigError, EngineError, EngineUnreachable, RequestRefused, WeightsGone
 from april.serialization.own_values import pack, unpack
 from april.testing import FakeEngine
 
@@ -108,6 +108,10 @@ async def test_nobody_without_the_key_is_let_in() -> None:
         for method, route in (("GET", "line/x"), ("PUT", "attachments/image/x"), ("POST", "tensors"), ("POST", "end")):
             async with http.request(method, f"{server.url}/april/{route}") as reply:
                 assert reply.status == 401, route
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+    writer.write(b"POST /april/end HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xe9\r\n\r\n")  # not UTF-8
+    assert b" 401 " in await reader.readline()
+    writer.close()
     await server.close()
     with pytest.raises(ConfigError, match="give a key="):
         await serve(TrueEngine(), "0.0.0.0")  # noqa: S104
@@ -466,6 +470,118 @@ async def test_an_engine_on_the_model_of_its_own_trainer_is_waited_for() -> None
     await server.close()
     await client.quiet()
     await client.close()
+
+
+# ---------------------------------------------------------------- what cannot be encoded
+
+HALF = "\ud83d"
+"""Half of a surrogate pair, which no UTF-8 text can hold."""
+
+
+@with_sockets
+async def test_a_request_that_cannot_be_encoded_is_refused_alone() -> None:
+    """The others on the connection, running and later ones, get their answers."""
+    async with offered() as (_, _, client):
+        running = asyncio.ensure_future(read(client, long()))
+        await asyncio.sleep(0.1)
+        refused = await read(client, request(stop=(HALF,)))
+        assert isinstance(refused.error, RequestRefused)
+        assert "surrogates not allowed" in str(refused.error)
+        assert (await running).finish is not None
+        assert (await read(client, request())).finish is not None
+
+
+class Unsendable(TrueEngine):
+    """The chunks of one attempt have a field that cannot be encoded; the request does not end by itself."""
+
+    bad = ""
+
+    async def generate(self, asked: Any) -> Any:
+        async for chunk in super().generate(asked):
+            yield replace(chunk, stopped_at=object()) if asked.attempt_id == self.bad else chunk
+
+
+@with_sockets
+async def test_an_answer_that_cannot_be_encoded_ends_its_request_alone() -> None:
+    """With the reason, whether tokens are sent at once, at the interval or at the end; the engine's request ends."""
+    for interval_s in (0.0, 1.0, 600.0):
+        async with offered(Unsendable(), interval_s=interval_s) as (engine, _, client):
+            asked = long()
+            engine.bad = asked.attempt_id
+            others = [asyncio.ensure_future(read(client, long())) for _ in range(2)]
+            failed = await read(client, asked)
+            assert type(failed.error) is EngineError
+            assert "a object cannot be sent to another process" in str(failed.error)
+            assert [got.error for got in await asyncio.gather(*others)] == [None, None]
+            assert (await read(client, long())).finish is not None
+            assert not engine._running
+
+
+class Numpy(TrueEngine):
+    """Gives scalars of numpy where april's types have numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.capabilities = replace(self.capabilities, vocab_size=np.int64(VOCAB), stop_strings=np.bool_(True))
+
+    async def generate(self, asked: Any) -> Any:
+        async for chunk in super().generate(asked):
+            yield replace(chunk, cached_tokens=np.int64(3))
+
+    async def health(self) -> Health:
+        return Health(ok=True, counters={"load": np.float32(0.5)})
+
+
+@with_sockets
+async def test_numpys_scalars_arrive_as_numbers() -> None:
+    """In capabilities, answers and reports of engines."""
+    async with offered(Numpy()) as (_, _, client):
+        assert (client.capabilities.vocab_size, client.capabilities.stop_strings) == (VOCAB, True)
+        assert (await read(client, request())).cached_tokens == 3
+        assert (await client.health()).counters == {"load": 0.5}
+
+
+class Unprintable(TrueEngine):
+    """Its texts contain the name of a file that is not UTF-8."""
+
+    async def generate(self, asked: Any) -> Any:
+        raise OSError("no file /data/\udce9t\udce9")
+        yield
+
+    async def health(self) -> Health:
+        return Health(ok=True, detail="/data/\udce9t\udce9")
+
+
+@with_sockets
+async def test_texts_that_no_message_can_hold_are_told_in_part() -> None:
+    """An error comes with escapes; a report that cannot be encoded becomes an error."""
+    async with offered(Unprintable()) as (_, _, client):
+        got = await read(client, request())
+        assert str(got.error) == r"OSError: no file /data/\udce9t\udce9"
+        health = await client.health()
+        assert not health.ok
+        assert "surrogates not allowed" in health.detail
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_cannot_send_is_closed() -> None:
+    """So that its reader ends, and with it the requests that wait for answers."""
+
+    class Socket:
+        closed = False
+
+        async def send_bytes(self, content: bytes) -> None:
+            raise ConnectionResetError("gone")
+
+        async def close(self) -> None:
+            self.closed = True
+
+    socket = Socket()
+    outbox = Outbox(socket)
+    outbox.put(Leave("a"))
+    with pytest.raises(ConnectionResetError):
+        await outbox.run()
+    assert socket.closed
 
 
 # ---------------------------------------------------------------- requests and answers

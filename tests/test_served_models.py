@@ -137,6 +137,8 @@ async def test_a_name_that_no_server_lists(kind: str) -> None:
         ([{"id": "a"}, {"id": "b", "root": "/m"}], None, "several models"),
         ([{"id": "p", "parent": "m"}], None, "serves no model and the adapters (LoRA) p"),
         ([], None, "serves no model"),
+        ([{"id": 5}, {"id": {"a": 1}}], None, "serves no model"),
+        ([{"id": "a", "root": ["/m"]}, {"id": "b", "root": {}}], None, "several models"),
         ([], "a", "has no model 'a', and lists none"),
         ([{"id": "m"}, {"id": "p", "parent": "m"}], "other:p", "has no model 'other:p'; it serves: m, p"),
         ([{"id": "\x1b[31m" + "m" * 900}, {"id": "p", "parent": "m"}], None, "..."),

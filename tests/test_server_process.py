@@ -42,6 +42,23 @@ def world(kind: str) -> Any:
     return served(KINDS[kind][0], **KINDS[kind][1])
 
 
+@pytest.mark.parametrize(
+    ("line", "started_s"),
+    [
+        ("process_start_time_seconds 1.5e9", 1.5e9),
+        ("process_start_time_seconds\t1.5e9 ", 1.5e9),
+        ("process_start_time_seconds 1.5e9 1732900000000", 1.5e9),
+        ('process_start_time_seconds{host="a b} c"} 1.5e9 1732900000000', 1.5e9),
+        ("process_start_time_seconds", None),
+        ('process_start_time_seconds{host="a"}', None),
+        ("", None),
+    ],
+)
+def test_lines_of_metrics(line: str, started_s: float | None) -> None:
+    """The value follows the name and its labels, and its time may follow it; a line without a value says nothing."""
+    assert server_process.parse_metrics([line]).started_s == started_s
+
+
 @pytest.mark.parametrize("fault", SILENT)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_restart_whose_metrics_fail(kind: str, fault: ControlFault, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,14 +252,17 @@ def test_broken_bytes_cost_a_bounded_number_of_looks() -> None:
 
 @pytest.mark.parametrize(
     ("stop", "message"),
-    [([""], "empty stop string"), (["ok", "a\ufffd"], r"U\+FFFD"), ([b"x"], "must be strings, got b'x'")],
+    [
+        ([""], "empty stop string"), (["ok", "a\ufffd"], r"U\+FFFD"), ([b"x"], "must be strings, got b'x'"),
+        (["a\ud83d"], r"'a\\ud83d' contains half of a surrogate pair"),
+    ],
 )
 def test_impossible_stop_strings(stop: Any, message: str) -> None:
     """Each is refused in one sentence."""
     wrong = wrong_stop_strings(stop)
     assert wrong is not None
     assert re.search(message, wrong)
-    assert wrong_stop_strings(["x", "\n\n", END]) is None
+    assert wrong_stop_strings(["x", "\n\n", END, "\U0001f600"]) is None
 
 
 class Cleaning:

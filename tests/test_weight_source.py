@@ -191,6 +191,39 @@ def test_a_bucket_is_dropped_when_the_next_one_is_asked_for() -> None:
     assert len(seen) == 4
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_what_an_iterable_yields_is_what_is_sent(bucket_bytes: int) -> None:
+    """Also if it overwrites one buffer for all tensors, or frees each parameter, or all, after its last use."""
+
+    def one_buffer() -> Iterator[tuple[str, torch.Tensor]]:
+        buffer = torch.empty(4)
+        for number, name in enumerate("abc"):
+            yield name, buffer.fill_(number)
+
+    def one_parameter_at_a_time() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, name in enumerate("abc"):
+            gathered = torch.nn.Parameter(torch.full((4,), float(number)))
+            yield name, gathered
+            gathered.data = torch.empty(0)
+
+    def parts_of_one_tensor() -> Iterator[tuple[str, torch.Tensor]]:
+        whole = torch.arange(3.0).repeat_interleave(4)
+        yield from zip("abc", whole.split(4), strict=True)
+        whole.untyped_storage().resize_(0)
+
+    wanted = {name: torch.full((4,), float(number)) for number, name in enumerate("abc")}
+    for weights in (one_buffer(), one_parameter_at_a_time(), parts_of_one_tensor()):
+        assert same(sent(weights, bucket_bytes=bucket_bytes), wanted)
+
+
+def test_a_list_is_not_copied() -> None:
+    """Its tensors all exist until the end, so the buckets hold the tensors themselves."""
+    tensors = [("a", torch.ones(2)), ("b", torch.ones(2))]
+    for given in (tensors, tuple(tensors), dict(tensors)):
+        buckets = WeightSource(given).buckets()
+        assert [t.data_ptr() for t in next(buckets).tensors] == [t.data_ptr() for _, t in tensors]
+
+
 def test_weights_can_be_sent_again() -> None:
     """After a transfer that failed: a module, a mapping, a list, an object that begins anew; not an iterator."""
 

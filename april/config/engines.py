@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Annotated, Literal, Self, get_args
 from urllib.parse import SplitResult, urlsplit
 
@@ -9,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_va
 
 from april.config.mistakes import Mistake, SettingName, contradiction
 from april.config.values import (
+    LARGEST_INT,
     Model,
     NonNegativeFloat,
     NonNegativeInt,
@@ -16,6 +19,7 @@ from april.config.values import (
     PositiveInt,
     Seconds,
     one_or_more,
+    shown_address,
 )
 from april.errors import ConfigError
 from april.text.server_text import clean, hide, quoted
@@ -34,14 +38,15 @@ def checked_url(url: str) -> str:
     try:
         parts = urlsplit(url)
     except ValueError:  # unbalanced brackets of an IPv6 address
-        raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(_shown(url), 100)}") from None
+        got = quoted(shown_address(url), 100)
+        raise ConfigError(f"an engine's URL must look like http://host:port, got {got}") from None
     try:
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:  # a wrong port
         valid = False
     if not valid or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username or parts.password:
-        instead = clean(_suggested_url(url, parts, valid))
-        raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(_shown(url), 100)}{instead}")
+        got, instead = quoted(shown_address(url), 100), clean(_suggested_url(url, parts, valid))
+        raise ConfigError(f"an engine's URL must look like http://host:port, got {got}{instead}")
     if parts.hostname in ANY_ADDRESS:
         port = "" if parts.port is None else f":{parts.port}"
         raise ConfigError(
@@ -54,13 +59,6 @@ def checked_url(url: str) -> str:
 def name_at(url: str) -> str:
     """Return the name of the engine at a URL from :func:`checked_url`: its host:port."""
     return urlsplit(url).netloc
-
-
-def _shown(url: str) -> str:
-    """Return a URL for messages without its parts that may be secret: user, password, query and fragment."""
-    rest = repr(url)[1:-1].rpartition("@")[2]  # repr shows white space at the end, which may be the mistake
-    end = min((at for at in map(rest.find, "?#") if at >= 0), default=len(rest))
-    return f"{rest[:end]}{rest[end : end + 1]}..." if end < len(rest) else rest
 
 
 def _suggested_url(url: str, parts: SplitResult, valid: bool) -> str:
@@ -95,6 +93,32 @@ def checked_key(key: str) -> str:
     return key
 
 
+def checked_variable(name: str) -> str:
+    """Return the name of an environment variable that holds a key.
+
+    Raises:
+        ConfigError: no variable has such a name. The message does not contain it, because it may be the key itself.
+    """
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise ConfigError(
+            "the name of an environment variable has only letters, digits and _; give the name of the variable that "
+            "holds the key, not the key itself"
+        )
+    return name
+
+
+def key_of_variable(name: str, setting: str) -> str:
+    """Return the key in an environment variable; ``setting`` is where the user has named the variable.
+
+    Raises:
+        ConfigError: the variable is not set, cannot exist, or holds no valid key.
+    """
+    key = os.environ.get(checked_variable(name))
+    if not key:
+        raise ConfigError(f"{setting}: the environment variable {name} is not set")
+    return checked_key(key)
+
+
 class TransformersEngineConfig(Model):
     """Settings of the embedded engine, which runs any Hugging Face causal LM in this process."""
 
@@ -127,13 +151,13 @@ class SimulatedEngineConfig(Model):
     """Sequences decoded at the same time, per engine."""
     max_len: PositiveInt = 32768
     """Longest prompt plus response, in tokens."""
-    vocab_size: PositiveInt = 32000
+    vocab_size: Annotated[PositiveInt, Field(ge=2)] = 32000
     """Size of the vocabulary."""
-    median_len: PositiveFloat = 2500.0
+    median_len: Annotated[PositiveFloat, Field(ge=1, le=LARGEST_INT)] = 2500.0
     """Median response length, in tokens."""
-    sigma_between: NonNegativeFloat = 0.6
+    sigma_between: Annotated[NonNegativeFloat, Field(le=10)] = 0.6
     """Standard deviation of the logarithm of the response length between prompts."""
-    sigma_within: NonNegativeFloat = 0.5
+    sigma_within: Annotated[NonNegativeFloat, Field(le=10)] = 0.5
     """Standard deviation of the logarithm of the response length among the responses to one prompt."""
 
 
@@ -151,7 +175,7 @@ class AddressedEngineConfig(Model):
     api_key: SecretStr | None = None
     """Key that is sent to the servers as a bearer token. In files, prefer api_key_env. There is no flag for the key,
     because everybody on the machine can see flags."""
-    api_key_env: str | None = None
+    api_key_env: Annotated[str, AfterValidator(checked_variable)] | None = None
     """Environment variable that holds the key, if the servers require one."""
     max_in_flight: PositiveInt | None = None
     """Maximum number of concurrent requests to each server; the setting max_in_flight outside engine limits their
@@ -216,7 +240,8 @@ class ServerEngineConfig(AddressedEngineConfig):
     expert_shape: tuple[PositiveInt, PositiveInt] | None = None
     """Number of layers and number of experts per token in routed_experts, an optional output of vLLM and SGLang
     (see extras). None means the numbers in the model's files."""
-    routing_key: RoutingKey = "sample"
+    # YAML reads off as false
+    routing_key: Annotated[RoutingKey, BeforeValidator(lambda given: "off" if given is False else given)] = "sample"
     """Requests that a router in front of the servers is asked to send to the same server: all of a sample, all of a
     group, or none (off). Without a router it changes nothing."""
 

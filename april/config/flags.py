@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -76,10 +76,21 @@ def add_april_arguments(parser: argparse.ArgumentParser, prefix: str = "") -> ar
         for setting in settings_of():
             dest = DEST + setting.path
             group.add_argument(setting.flag(prefix), dest=dest, default=argparse.SUPPRESS, **flag_options(setting))
+        # argparse would take this flag for an abbreviation of --engine-api-key-env
+        group.add_argument(
+            f"--{prefix}engine-api-key", default=argparse.SUPPRESS, help=argparse.SUPPRESS, type=_no_key
+        )
     except argparse.ArgumentError as error:
         raise ConfigError(f"add_april_arguments: {error}; give april's flags a prefix") from None
     parser.set_defaults(**{PREFIX: prefix})
     return parser
+
+
+def _no_key(text: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(
+        "everybody on the machine can see flags; write the key into an environment variable, and give its name with "
+        "the flag that ends in -env"
+    )
 
 
 def config_from_arguments(args: argparse.Namespace) -> Config:
@@ -275,6 +286,6 @@ def _reader(annotation: Any) -> Callable[[str], Any]:
                 if item["type"] == "value_error":  # april's own sentence, which hides secrets itself
                     raise argparse.ArgumentTypeError(str(item["ctx"]["error"])) from None
                 wrong[item["msg"][0].lower() + item["msg"][1:]] = None
-            raise argparse.ArgumentTypeError(f"{' or '.join(wrong)}, got {text!r}") from None
+            raise argparse.ArgumentTypeError(f"{' or '.join(wrong)}, got {without_contents(text)}") from None
 
     return read

@@ -538,7 +538,8 @@ def _mistake(item: Any) -> Mistake:
     if loc[:1] == ("engine",) and len(loc) > 1 and loc[1] in _ENGINES:
         kind, loc = str(loc[1]), ("engine", *loc[2:])
     where = SettingName(".".join(str(part) for part in loc))
-    got = f", got {without_contents(item.get('input'))}" if loc[-1:] != ("api_key",) else ""
+    secret = loc[-1:] in (("api_key",), ("api_key_env",))  # a key may have been written where its variable belongs
+    got = "" if secret else f", got {without_contents(item.get('input'))}"
     match item["type"]:
         case "extra_forbidden":
             return _why_unknown(where, kind, item["input"])
@@ -550,7 +551,8 @@ def _mistake(item: Any) -> Mistake:
             ctx = item["ctx"]
             near = difflib.get_close_matches(str(ctx["tag"]), _ENGINES, 1, 0.75)
             meant = f"; do you mean {near[0]}?" if near else ""
-            return Mistake(_KIND, f": april has no engine '{ctx['tag']}'; it has {ctx['expected_tags']}{meant}")
+            no_kind = f": april has no engine {without_contents(str(ctx['tag']))}; it has {ctx['expected_tags']}{meant}"
+            return Mistake(_KIND, no_kind)
         case "model_attributes_type" | "model_type" | "dict_type":
             hint = f"; write engine: {{kind: {item['input']}}}" if str(item["input"]) in _ENGINES else ""
             return Mistake(where, f": expected a mapping of settings{got}{hint}")

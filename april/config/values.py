@@ -37,10 +37,26 @@ def shown_value(value: Any) -> str:
 
 
 def without_contents(value: Any) -> str:
-    """Format a wrong value for an error message: the type instead of a collection, which may contain an API key."""
+    """Format a wrong value for an error message, without the parts that may contain an API key.
+
+    The type stands for a collection, and text is shown like an address.
+    """
+    if isinstance(value, str):
+        return f"'{shown_address(value)}'"
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a number of {value.bit_length()} bits"  # Python refuses to print very long integers
-    return repr(value) if value is None or isinstance(value, str | int | float) else type(value).__name__
+    return repr(value) if value is None or isinstance(value, int | float) else type(value).__name__
+
+
+def shown_address(url: str) -> str:
+    """Return a URL for messages without its parts that may be secret: user, password, query and fragment.
+
+    If an ``@`` follows the first ``?`` or ``#``, any part may belong to a password, and none is shown.
+    """
+    text = repr(url)[1:-1]  # repr shows white space at the end, which may be the mistake
+    start = text.rfind("@") + 1
+    end = min((at for at in map(text.find, "?#") if at >= 0), default=len(text))
+    return f"{text[start:end]}{text[end]}..." if end < len(text) else text[start:]
 
 
 LARGEST_INT = 2**31 - 1

@@ -122,4 +122,6 @@ def wrong_stop_strings(stop: Sequence[str]) -> str | None:
             return "an empty stop string would end every response at once; leave it out"
         if GAP in text:
             return f"the stop string {text!r} contains U+FFFD, which also stands for incomplete characters"
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            return f"the stop string {text!r} contains half of a surrogate pair, which no server can be sent"
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from april.config.engines import checked_key, checked_url
+from april.config.engines import checked_url, key_of_variable
 from april.config.settings import Config
 from april.doctor.examine import TimeLimits, examine_config, examine_urls
 from april.doctor.findings import CONFIGURATION, Finding, Level, Report, ServerReport, Verdict
@@ -118,12 +117,7 @@ def examine(urls: Sequence[str], config: Path | None, api_key_env: str | None, t
                 "--api-key-env is for servers given by address; in a configuration, set engine.api_key_env"
             )
         return asyncio.run(examine_config(Config.from_yaml(config), time_limits))
-    key = None
-    if api_key_env is not None:
-        key = os.environ.get(api_key_env)
-        if not key:
-            raise ConfigError(f"--api-key-env: the environment variable {api_key_env} is not set")
-        checked_key(key)
+    key = None if api_key_env is None else key_of_variable(api_key_env, "--api-key-env")
     return asyncio.run(examine_urls(list(dict.fromkeys(map(checked_url, urls))), key, time_limits))
 
 

@@ -1,8 +1,9 @@
 """Serialises april's own values for other processes, as MessagePack; decoding executes no code.
 
 Dataclasses, msgspec structs, named tuples and enums are encoded by their fields, an array as its dtype, shape and
-bytes. Decoded values are checked against the annotations of their class. A prompt or an attachment that several samples
-or rows share is encoded once per message: the samples of a group share their prompt, and many rows may share an image.
+bytes, a scalar of numpy as a number. Decoded values are checked against the annotations of their class. A prompt or an
+attachment that several samples or rows share is encoded once per message: the samples of a group share their prompt,
+and many rows may share an image.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ def _encoded(value: Any) -> Any:
             raise TypeError(f"an array of {value.dtype} cannot be sent to another process")
         little = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
         return little.dtype.str, value.shape, little.tobytes()
+    if isinstance(value, np.integer | np.floating | np.bool_):
+        return value.item()
     raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
 
 

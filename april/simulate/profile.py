@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -21,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from april.config.engines import key_of_variable
 from april.config.settings import Config
 from april.core.event_pump import EndedRequest
 from april.core.sampling import SamplingParams
@@ -29,7 +29,7 @@ from april.engines.kinds.factory import open_servers
 from april.engines.protocol import Engine, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.fitted_cost import MIN_REQUESTS, Requests, fit, predicted_s
-from april.errors import ConfigError, EngineError
+from april.errors import EngineError
 from april.serialization.state_file import write_atomic
 from april.view.bars import bars
 from april.view.units import cost_of_a_step, short_time
@@ -160,8 +160,8 @@ def profile_server(
         EngineError: the server could not be reached, or failed.
         OSError: ``out`` cannot be written.
     """
-    if api_key_env is not None and not os.environ.get(api_key_env):
-        raise ConfigError(f"--api-key-env: the environment variable {api_key_env} is not set")
+    if api_key_env is not None:
+        key_of_variable(api_key_env, "--api-key-env")
     engine = {"kind": kind, "urls": [url], "api_key_env": api_key_env, "model": model}
     engine = {name: value for name, value in engine.items() if value is not None}
     config = Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=tokens, engine=engine)

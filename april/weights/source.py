@@ -140,13 +140,16 @@ class WeightSource(Weights):
     def ungathered_buckets(self) -> Iterator[UngatheredBucket]:
         """Yield the content of each bucket before it is gathered. Not a collective call.
 
+        Each tensor of an iterable is copied before the next one is requested, because the iterable may then overwrite
+        or free its memory. The tensors of a module, a mapping or a list are not copied.
+
         Raises:
             ConfigError: the iterable yields something other than (name, tensor), a name twice, or nothing.
         """
         if self._read_started and not self.repeatable:
             raise ConfigError(_ALREADY_READ)
         self._read_started = True
-        items = iter(self._items) if self._items is not None else _checked(self._iterable)
+        items = iter(self._items) if self._items is not None else map(_copied, _checked(self._iterable))
         next_item = next(items, None)
         if next_item is None:
             raise ConfigError(f"weights: there are no tensors; {WHAT_TO_GIVE}")
@@ -236,6 +239,10 @@ def _checked(pairs: Iterable[Any]) -> Iterator[_SourceTensor]:
         _require_sendable(name, tensor)
         yield _SourceTensor(name, tensor)
         del pair, tensor  # free this tensor before the next one is read
+
+
+def _copied(item: _SourceTensor) -> _SourceTensor:
+    return _SourceTensor(item.name, item.tensor.detach().clone())
 
 
 def _type_text(value: Any) -> str:

@@ -25,7 +25,8 @@ from april.engines.http.server_process import Confirmation
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.http.wire import empty_chunk
 from april.engines.protocol import AbortMeans, BufferedStream, Chunk, EngineFinish, Request
-from april.errors import EngineError, EngineUnreachable, WireError
+from april.errors import EngineError, EngineUnreachable, RequestRefused, WireError
+from april.text.server_text import clean
 
 MAX_EVENT_BYTES = 4 << 20
 """Maximum bytes of one event, unless the caller sets another limit."""
@@ -35,7 +36,8 @@ _BOM = b"\xef\xbb\xbf"
 class EventSplitter:
     """Splits a byte stream into the payloads (the text after ``data:``) of complete server-sent events.
 
-    Lines end in LF or CRLF. Comments and other fields are skipped; several data lines of one event are joined.
+    Lines end in LF or CRLF. Comments, other fields and events without data are skipped; several data lines of one event
+    are joined.
     ``limit`` is the maximum number of bytes of one event; None means MAX_EVENT_BYTES.
     """
 
@@ -61,17 +63,15 @@ class EventSplitter:
             text, self._first = text.removeprefix(_BOM), False
         if not self._data and (plain := _plain(text)) is not None:
             return plain
-        events = []
+        events: list[bytes] = []
         for raw in text.split(b"\n")[:-1]:
             line = raw.removesuffix(b"\r")
-            if line.startswith(b"data:"):
+            if line.startswith(b"data:") or line == b"data":
                 self._data.append(line[5:].removeprefix(b" "))
                 self._data_bytes += len(line)
                 self._require_room(self._data_bytes)
             elif not line:
-                if self._data:
-                    events.append(b"\n".join(self._data) if len(self._data) > 1 else self._data[0])
-                    self._data, self._data_bytes = [], 0
+                events += self._completed()
             elif not (line.startswith(b":") or line.split(b":", 1)[0] in (b"event", b"id", b"retry")):
                 raise WireError(f"the stream has a line that is not a server-sent event ({len(line)} bytes)")
         return events
@@ -80,8 +80,13 @@ class EventSplitter:
         """Return the event that the stream's end completes, if any. Raises EngineError if a line is not complete."""
         if self._size:
             raise EngineError(f"the stream ends inside an event, after {self._size} bytes of it")
-        data, self._data = self._data, []
-        return [b"\n".join(data)] if data else []
+        return self._completed()
+
+    def _completed(self) -> list[bytes]:
+        """Return the event that the lines in ``_data`` make up; none if they are empty."""
+        data = b"\n".join(self._data)
+        self._data, self._data_bytes = [], 0
+        return [data] if data else []
 
     def _keep(self, piece: bytes) -> None:
         if not piece:
@@ -102,7 +107,7 @@ def _plain(text: bytes) -> list[bytes] | None:
         return None
     if not all(block.startswith(b"data: ") for block in blocks):
         return None
-    return [block[6:] for block in blocks]
+    return [block[6:] for block in blocks if len(block) > 6]
 
 
 BYTES_PER_TOKEN = 1 << 12
@@ -338,7 +343,10 @@ class ResponseStream(BufferedStream):
         endpoint, request = self._endpoint, self._request
         # stream if attachments are sent: other requests wait for their arrival, and the first event shows it
         self._streamed = self._streamed or (bool(urls) and endpoint.attachments.by_name)
-        self._reader, body = endpoint.prepare(request, self._streamed, urls)
+        try:
+            self._reader, body = endpoint.prepare(request, self._streamed, urls)
+        except UnicodeEncodeError as error:
+            raise RequestRefused(f"attempt {request.attempt_id} has text that cannot be sent: {clean(error)}") from None
         if self._closing:
             raise EngineUnreachable(f"attempt {request.attempt_id} was ended before it was sent")
         limit, headers = max_response_bytes(request), routing_headers(request, endpoint.routing_key)

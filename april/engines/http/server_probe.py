@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -12,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from april.config.engines import AddressedEngineConfig, RoutingKey, ServerEngineConfig, checked_key, name_at
+from april.config.engines import AddressedEngineConfig, RoutingKey, ServerEngineConfig, key_of_variable, name_at
 from april.core.engine_limits import UNKNOWN_LOGPROBS, Limit, LimitCode, unknown_eos
 from april.core.sampling import LogprobKind
 from april.engines.http.http_client import HttpClient, Reply, json_value
 from april.engines.http.loaded_adapters import is_ours
 from april.engines.http.token_rows import Routing
 from april.engines.http.weight_labels import first_weights
-from april.engines.http.wire import NotJson, error_text, read_json
+from april.engines.http.wire import NotJson, error_text, positive, read_json
 from april.engines.protocol import Capabilities, Engine
-from april.errors import ConfigError, EngineError
-from april.text.server_text import clean
+from april.errors import ConfigError, EngineError, WireError
+from april.text.server_text import clean, quoted
 
 NO_TOKEN = 2**31 - 2
 """Token id outside every vocabulary; sent only where the server checks ids before the model sees them."""
@@ -207,6 +206,18 @@ class ServerProbe:
         """Send a request without a timeout; the caller limits the time of the whole probe."""
         return await self.client.call("POST", route, body, timeout_s=None)
 
+    def count(self, values: dict[str, Any], key: str) -> int:
+        """Return a number of processes from the server's description of itself; 1 if it has none. Raises WireError."""
+        if not values.get(key):
+            return 1
+        if (found := positive(values, key)) is None:
+            raise self.odd_value(key, values[key])
+        return found
+
+    def odd_value(self, key: str, value: Any) -> WireError:
+        """Return the error for a value of a type that the server should not report."""
+        return WireError(f"{self.client.url} reports {key}={quoted(value)}, which april cannot read")
+
     def choose_model(self, models: Any) -> ServedModel:
         """Pick the trained model from the server's list of models. Raises ConfigError."""
         self.served = served = choose_model(self.client.url, models, self.config.model)
@@ -352,22 +363,23 @@ class ServedModel:
 def choose_model(url: str, answer: Any, name: str | None) -> ServedModel:
     """Pick the configured model, or the only one, from an answer of ``/v1/models``. Raises ConfigError."""
     listed = answer.get("data") if isinstance(answer, dict) else None
-    cards = [c for c in listed if isinstance(c, dict) and "id" in c] if isinstance(listed, list) else []
+    entries = listed if isinstance(listed, list) else []
+    cards = [c for c in entries if isinstance(c, dict) and isinstance(c.get("id"), str)]
     adapters = {
-        str(c["id"]): str(c["parent"]) for c in cards
-        if c.get("parent") not in (None, "", c["id"]) and (c["id"] == name or not is_ours(str(c["id"])))
+        c["id"]: str(c["parent"]) for c in cards
+        if c.get("parent") not in (None, "", c["id"]) and (c["id"] == name or not is_ours(c["id"]))
     }  # fmt: skip
-    models = {str(c["id"]): c for c in cards if str(c["id"]) not in adapters and not is_ours(str(c["id"]))}
+    models = {c["id"]: c for c in cards if c["id"] not in adapters and not is_ours(c["id"])}
     if name is None:
         # one model may be listed under several names
-        if adapters or len({c.get("root") or c["id"] for c in models.values()}) != 1:
+        if adapters or len({str(c.get("root") or c["id"]) for c in models.values()}) != 1:
             raise ConfigError(f"engine.model: {url} {_choice(models, adapters)}")
         name = next(iter(models))
     # SGLang also accepts base:adapter as the name of an adapter
     found = next((a for a, base in adapters.items() if name in (a, f"{base}:{a}")), name)
     if found in adapters:
         base = adapters[found]
-        own = next(c for c in cards if str(c["id"]) == found)
+        own = next(c for c in cards if c["id"] == found)
         return ServedModel(name=found, base=base, card=models.get(base, next(iter(models.values()), own)))
     if found not in models:
         shown = f"; it serves: {_listed([*models, *adapters])}" if cards else ", and lists none"
@@ -466,7 +478,4 @@ def api_key(config: AddressedEngineConfig) -> str | None:
     """Return the API key, from the environment if the configuration names a variable. Raises ConfigError if unset."""
     if config.api_key_env is None:
         return None if config.api_key is None else config.api_key.get_secret_value()
-    key = os.environ.get(config.api_key_env)
-    if not key:
-        raise ConfigError(f"engine.api_key_env: the environment variable {config.api_key_env} is not set")
-    return checked_key(key)
+    return key_of_variable(config.api_key_env, "engine.api_key_env")

@@ -107,16 +107,20 @@ async def read_metrics(client: HttpClient, route: str | None = "/metrics") -> Se
 def parse_metrics(lines: Iterable[str]) -> ServerMetrics:
     """Parse a metrics page. Values of one name are added up, except KV usage, where the maximum counts.
 
-    Only finite values >= 0 count.
+    A line is a name, labels in braces if there are any, a value, and a timestamp in some pages. Only finite values >= 0
+    count.
     """
     values: dict[str, list[float]] = defaultdict(list)
     for line in lines:
-        kind = _KIND_OF.get(line.split("{", 1)[0].split(" ", 1)[0])
+        name, *numbers = line.partition("{")[0].split() or [""]
+        kind = _KIND_OF.get(name)
         if kind is None:
             continue
+        if "{" in line:
+            numbers = line.rpartition("}")[2].split()
         try:
-            value = float(line.rsplit(" ", 1)[1])
-        except ValueError:
+            value = float(numbers[0])
+        except (IndexError, ValueError):
             continue
         if 0 <= value < math.inf:
             values[kind].append(value)

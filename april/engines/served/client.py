@@ -47,8 +47,17 @@ from april.engines.served.wire import (
     unpacked,
 )
 from april.engines.weight_transfer import TensorSpec
-from april.errors import EngineBusy, EngineError, EngineUnreachable, LinkError, WeightsGone, WireError
+from april.errors import (
+    EngineBusy,
+    EngineError,
+    EngineUnreachable,
+    LinkError,
+    RequestRefused,
+    WeightsGone,
+    WireError,
+)
 from april.serialization.own_values import pack, unpack
+from april.text.server_text import clean
 
 log = logging.getLogger("april")
 
@@ -124,8 +133,12 @@ class ServedEngine(ServerEngine):
 
     async def _answer(self, request: Request) -> AsyncGenerator[ChunkMessage, None]:
         connection = await self._connect()
+        try:
+            connection.outbox.put(Start(request))
+        except TypeError as error:
+            url = self._client.url
+            raise RequestRefused(f"attempt {request.attempt_id} cannot be sent to {url}: {clean(error)}") from None
         inbox = connection.inboxes[request.attempt_id] = asyncio.Queue()
-        connection.outbox.put(Start(request))
         over = False
         try:
             while not over:

@@ -140,7 +140,8 @@ class EngineServer:
     ) -> web.StreamResponse:
         if hdrs.ORIGIN in request.headers:  # only browsers send this header, possibly for a malicious page
             return web.Response(status=403, text="browsers may not use this server")
-        if self._key and not hmac.compare_digest(request.headers.get("Authorization", "").encode(), self._key):
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if self._key and not hmac.compare_digest(given, self._key):
             return web.Response(status=401, text="the key is missing or wrong")
         return await handler(request)
 
@@ -226,8 +227,11 @@ class EngineServer:
                     await fill(answer)
             else:
                 await fill(answer)
+            return self._reply(answer)
         except Exception as error:
-            answer.failure = Failure.of(error)
+            return self._reply(CallReply(Failure.of(error)))
+
+    def _reply(self, answer: CallReply) -> web.Response:
         answer.session, answer.client, answer.version = self._session, self._client, self._version
         answer.untouched = self._untouched
         return web.Response(body=pack(answer), content_type="application/octet-stream")
@@ -383,7 +387,8 @@ class _ClientConnection:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._helpers.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:  # the client notices the error as well
+        # the client notices an error in sending, after which the Outbox closes the socket
+        if not task.cancelled() and (error := task.exception()) is not None:
             log.debug("engine %s: %s", self._server.engine.name, error)
 
     def _take(self, ask: Start | Abort | Leave) -> None:
@@ -430,11 +435,20 @@ class _ClientConnection:
         finally:
             del self._kept[request.attempt_id]
             self._streams.pop(request.attempt_id, None)
-            self._outbox.put(ChunkMessage(request.attempt_id, joined(kept), True, failure, missing))
+            self._put(ChunkMessage(request.attempt_id, joined(kept), True, failure, missing))
 
     def _send(self, attempt_id: str, kept: list[Chunk]) -> None:
-        self._outbox.put(ChunkMessage(attempt_id, joined(kept)))
+        self._put(ChunkMessage(attempt_id, joined(kept)))
         kept.clear()
+
+    def _put(self, message: ChunkMessage) -> None:
+        """Queue a message; if the engine's chunks cannot be encoded, the request ends with that error instead."""
+        try:
+            self._outbox.put(message)
+        except TypeError as error:
+            self._outbox.put(ChunkMessage(message.attempt_id, [], True, Failure.of(error)))
+            if not message.last:
+                self._tasks[message.attempt_id].cancel()
 
     async def _hand_over(self) -> None:
         """Send new tokens every interval, so that a dying server loses at most one interval of tokens."""

@@ -20,7 +20,7 @@ from april.engines.protocol import Capabilities, Chunk, Health, Request
 from april.engines.weight_transfer import TensorSpec
 from april.errors import EngineBusy, EngineError, WeightsInUse, WireError
 from april.serialization.own_values import pack, unpack
-from april.text.server_text import clean
+from april.text.server_text import clean, printable
 
 T = TypeVar("T")
 
@@ -51,8 +51,9 @@ class Failure(msgspec.Struct, array_like=True):
         """Describe an error; an error of another type becomes an EngineError whose message names that type."""
         if isinstance(error, EngineError):
             kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == errors.__name__)
-            return cls(kind, str(error), getattr(error, "retry_after_s", None), getattr(error, "unsound", 0))
-        return cls(EngineError.__name__, f"{type(error).__name__}: {error}")
+            said = printable(str(error))
+            return cls(kind, said, getattr(error, "retry_after_s", None), getattr(error, "unsound", 0))
+        return cls(EngineError.__name__, printable(f"{type(error).__name__}: {error}"))
 
     def error(self) -> EngineError:
         """Build the exception that this object describes."""
@@ -112,29 +113,33 @@ class Outbox:
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
-        self._waiting: list[Any] = []
+        self._waiting: list[bytes] = []
         self._wake = asyncio.Event()
 
     def put(self, value: Any) -> None:
-        """Queue a value for sending."""
-        self._waiting.append(value)
+        """Queue a value for sending; raises TypeError if it cannot be encoded."""
+        self._waiting.append(pack(value))
         self._wake.set()
 
     async def run(self) -> None:
-        """Send until cancelled; raises whatever the socket raises."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            waiting, self._waiting = self._waiting, []
-            together, size = [], 0
-            for value in waiting:
-                together.append(pack(value))
-                size += len(together[-1])
-                if size >= TOGETHER_BYTES:
+        """Send until cancelled. If the socket raises an error, it is closed, so that its reader ends too."""
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                waiting, self._waiting = self._waiting, []
+                together, size = [], 0
+                for packed in waiting:
+                    together.append(packed)
+                    size += len(packed)
+                    if size >= TOGETHER_BYTES:
+                        await self._socket.send_bytes(msgspec.msgpack.encode(together))
+                        together, size = [], 0
+                if together:
                     await self._socket.send_bytes(msgspec.msgpack.encode(together))
-                    together, size = [], 0
-            if together:
-                await self._socket.send_bytes(msgspec.msgpack.encode(together))
+        except Exception:
+            await self._socket.close()
+            raise
 
 
 def joined(chunks: Sequence[Chunk]) -> list[Chunk]:

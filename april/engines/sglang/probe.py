@@ -74,7 +74,7 @@ class _SglangProbe(ServerProbe):
         seen = LogprobKind.UNKNOWN if self.paused else await self._logprob_kind(vocab_size)
         routing = await self._routing(vocab_size)
         adapter = None if self.served is None or self.served.base is None else self.served.name
-        copies, stages = int(server.get("dp_size") or 1), int(server.get("pp_size") or 1)
+        copies, stages = self.count(server, "dp_size"), self.count(server, "pp_size")
         self.lacks(
             copies > 1, LimitCode.SEVERAL_COPIES,
             f"The server runs {copies} data-parallel copies, with which april was not tested",

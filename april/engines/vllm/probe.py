@@ -72,7 +72,7 @@ class _VllmProbe(ServerProbe):
         """Find out all abilities of a server whose routes are all open."""
         attachments, keeps_attachments = await self._attachments()
         vocab_size = await self._vocab_size()
-        seen = LOGPROBS_MODES.get(self.settings.get("logprobs_mode", ""), LogprobKind.UNKNOWN)
+        seen = LOGPROBS_MODES.get(str(self.settings.get("logprobs_mode")), LogprobKind.UNKNOWN)
         kind = self.logprobs(seen, raw_logprobs(f"start the server with {_MODE}", _MODE))
         eos, loads, seeds = self.ends(), self._loads(), self._seeds()
         site, routing = await self._adapter_site(), await self._routing()
@@ -104,7 +104,7 @@ class _VllmProbe(ServerProbe):
         """Find out what a server with closed routes can do as an OpenAI-compatible server."""
         if self.paused:
             require_left_paused(self.client.url, None, None, _RESUME)
-        several = int(self.settings.get("_api_process_count") or 1) > 1
+        several = self.count(self.settings, "_api_process_count") > 1
         one = ", and --api-server-count 1" if several else ""
         self.needs |= {"adapters": _ADAPTERS_NEED + one, "extras": _EXPERTS_NEED + one}
         if any("vision_config" in file for file in self.files):
@@ -144,8 +144,10 @@ class _VllmProbe(ServerProbe):
         self.choose_model(models)
         self.card, self.settings = self.served.card, _settings(self.shown)
         routes = await asyncio.gather(self._offers_tokens(), *map(self.has_route, DEVELOPER_ROUTES))
-        one_process = int(self.settings.get("_api_process_count") or 1) == 1
+        one_process = self.count(self.settings, "_api_process_count") == 1
         label = label.get("weight_version") if isinstance(label, dict) else None
+        if not isinstance(label, str | None):
+            raise self.odd_value("weight_version", label)
         self.is_open = all(routes) and one_process and bool(self.shown) and label is not None
         self.label = label if self.is_open else None
         self.paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
