@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 from april import __version__
@@ -9,6 +10,9 @@ from april import __version__
 
 def main() -> None:
     """Run the command line; exit with a message if a package that it needs is missing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # tables and cut lines have characters that some encodings lack
     if sys.argv[1:] == ["--version"]:
         sys.exit(print(f"april {__version__}"))  # without the imports of april.cli
     try:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from rich.text import Text
 
 import april
 from april.core.versions import OnStale
-from april.errors import AprilError, ConfigError
+from april.errors import AprilError, ConfigError, RecordError
 from april.simulate import Placement
 from april.text.install_command import install
 from april.text.server_text import printable
@@ -35,8 +35,9 @@ def _no_record(out: Path) -> Path:
     """Refuse an output file that is the record of a run, so that no record is overwritten."""
     from april.record.file import is_record
 
-    if out.is_file() and is_record(out):
-        raise typer.BadParameter(printable(f"{out} is the record of a run; choose another file"))
+    with suppress(RecordError):  # a file that cannot be read is replaced, if that is permitted
+        if out.is_file() and is_record(out):
+            raise typer.BadParameter(printable(f"{out} is the record of a run; choose another file"))
     return out
 
 
@@ -143,7 +144,7 @@ def report(
     """
     console = Console(markup=False, highlight=False)
     if find_spec("matplotlib") is None:
-        console.print(f"the report needs matplotlib: {install('plot')}", soft_wrap=True)
+        typer.echo(f"the report needs matplotlib: {install('plot')}", err=True)
         raise typer.Exit(1)
     from april.serialization.state_file import write_atomic
     from april.view.report import ReportFigures, off_policy_sentence, page, speed_up_sentence

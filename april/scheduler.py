@@ -539,8 +539,8 @@ class RolloutScheduler(BatchIterator):
         The state consists of plain numbers, strings, bytes, lists and dicts, and the ``data`` of held prompts as it was
         given, and has a checksum. It includes the tokens generated so far, also those of running requests. april puts
         no empty bytes into it, because ``torch.load(weights_only=True)`` cannot read them; the ``data`` of your prompts
-        may contain some. The tokens of a sample in flight may be a list of bytes. april's loop goes on meanwhile,
-        and the state is that of one moment within the call.
+        and the notes of your rewards may contain some. The tokens of a sample in flight may be a list of bytes. april's
+        loop goes on meanwhile, and the state is that of one moment within the call.
 
         Args:
             trained_through: Number (``batch.id``) of the last batch that the weights in the checkpoint were trained on;

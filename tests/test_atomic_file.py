@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -74,6 +75,19 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["other.abc.part", "state", "state.link.part", "victim"]
     assert (path.read_bytes(), victim.read_bytes()) == (b"new", b"v")
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are written as elsewhere; only what killed writers left is not removed."""
+    part = tmp_path / "state.x.part"
+    part.write_bytes(b"half")
+
+    def flock(file: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    write_atomic(tmp_path / "state", b"1")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"state": b"1", part.name: b"half"}
 
 
 def test_two_writers_of_one_file(tmp_path: Path) -> None:

@@ -189,17 +189,19 @@ class Level(IntEnum):
 
 
 def test_what_functions_return_can_be_read_again_wherever_it_was_saved() -> None:
-    """NumPy's float64 is a float, and torch.load refuses it with the whole checkpoint; a tool's output may be any."""
+    """NumPy's float64 is a float, and torch.load refuses it with the whole checkpoint; a tool's output may be any.
+    NumPy's other numbers stay its numbers."""
     returned = {
         "mean": np.float64(0.5), "verdict": Verdict.RIGHT, "level": Level.HARD, "yes": True, "seen": {np.int64(7): b""},
-        Verdict.RIGHT: -(2**70), "output of a tool": "caf\udce9", ("a", 1): None,
+        Verdict.RIGHT: -(2**70), "output of a tool": "caf\udce9", ("a", 1): None, "count": np.int64(3),
     }  # fmt: skip
     sealed = seal("rollouts", {"outputs": as_plain(returned)})
     for state in (by_torch(sealed), plain(sealed), unpack("verl", pack("verl", sealed), "x")):
         verify_checksum("rollouts", state)
         found = restored(state["outputs"])
         assert found == returned | {"seen": {7: b""}}
-        assert [type(value) for value in found.values()] == [float, str, int, bool, dict, int, str, type(None)]
+        types = [float, str, int, bool, dict, int, str, type(None), np.int64]
+        assert [type(value) for value in found.values()] == types
 
 
 def test_a_function_that_returns_what_has_no_plain_form_stops_no_checkpoint() -> None:

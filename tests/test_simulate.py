@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -294,3 +297,12 @@ def test_continuous_generation_on_the_reference_workload(train_time: str, shares
         assert m["fraction_of_limit"] >= 0.97 * share, bound
         assert m["staleness_max"] <= bound
         assert m["dropped_tokens"] == m["masked_tokens"] == 0
+
+
+def test_an_output_that_lacks_a_character_gets_another_one() -> None:
+    """A terminal of another encoding shows the help, which has frames."""
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "COLUMNS": "40"}
+    done = subprocess.run(
+        [sys.executable, "-m", "april", "simulate", "--help"], env=environment, capture_output=True, check=True
+    )  # fmt: skip
+    assert b"--train-time" in done.stdout

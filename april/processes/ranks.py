@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from april.config.engines import checked_key
+from april.config.values import LONGEST_S
 from april.core.whole_numbers import whole_number
 from april.errors import ConfigError, RankError
 from april.processes.addresses import new_token, split_address
@@ -64,7 +65,7 @@ class Ranks:
                 f"ranks: data_rank {self.share} of data_size {self.shares} is not among {self.world_size} ranks"
             )
         if not all(isinstance(s, (int, float)) and s > 0 for s in (self.rank_timeout_s, self.rank_deadline_s)):
-            raise ConfigError("ranks: rank_timeout_s and rank_deadline_s must be numbers above 0")
+            raise ConfigError("ranks: rank_timeout_s and rank_deadline_s must be above 0")
         if self.world_size > 1 and self.store is None and not (self.address and self.token):
             raise ConfigError(
                 "ranks: several ranks need the address at which rank 0 listens and a common token; Ranks.of_torch() "
@@ -154,7 +155,7 @@ class Rendezvous:
             return self._ranks.address, self._ranks.token
         timeout_s = self._ranks.rank_timeout_s
         try:
-            store.wait([self._key], timedelta(seconds=timeout_s))
+            store.wait([self._key], timedelta(seconds=min(timeout_s, LONGEST_S)))
             address, _, token = bytes(store.get(self._key)).decode("ascii").partition(" ")
         except Exception as error:  # whatever torch raises
             raise RankError(

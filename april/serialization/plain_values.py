@@ -11,7 +11,8 @@ import numpy as np
 from april.errors import CheckpointError
 
 ARRAY = "__array__"
-"""Key of an encoded array, [library, dtype, shape, bytes]; empty bytes are None, as ``torch.load`` cannot read them."""
+"""Key of an encoded array, [library, dtype, shape, bytes]; the library of one of NumPy's numbers is "scalar". Empty
+bytes are None, as ``torch.load`` cannot read them."""
 _DECODERS: dict[str, Callable[[bytes], Any]] = {
     "bytes": bytes, "int": partial(int, base=16), "text": partial(bytes.decode, errors="surrogatepass"),
 }  # fmt: skip
@@ -52,7 +53,8 @@ def plain(value: Any, where: str = "it") -> Any:
             f"{where} is a {type(value).__name__}; give only numbers, text, bytes, lists, mappings and arrays"
         )
     array = array.astype(array.dtype.newbyteorder("<"))
-    return {ARRAY: ["numpy", array.dtype.str, list(array.shape), array.tobytes() or None]}
+    library = "scalar" if isinstance(value, np.generic) else "numpy"
+    return {ARRAY: [library, array.dtype.str, list(array.shape), array.tobytes() or None]}
 
 
 def _scalar(value: Any) -> Any:
@@ -85,8 +87,9 @@ def restored(value: Any) -> Any:
         library, name, shape, content = value[ARRAY]
         if library in _DECODERS:
             return _DECODERS[library](content or b"")
-        if library == "numpy":
-            return np.frombuffer(bytearray(content or b""), np.dtype(name)).reshape(shape)
+        if library in ("numpy", "scalar"):
+            array = np.frombuffer(bytearray(content or b""), np.dtype(name)).reshape(shape)
+            return array[()] if library == "scalar" else array
         import torch
 
         of_bytes = partial(torch.tensor, []) if content is None else partial(torch.frombuffer, bytearray(content))

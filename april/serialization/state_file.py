@@ -219,7 +219,8 @@ def _open_part(path: Path) -> tuple[int, Path]:
     """Create a temporary file beside ``path``; while the file is being written, it is open and locked."""
     while True:
         file, name = tempfile.mkstemp(".part", f"{path.name}.", path.parent)
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):  # on file systems without locks, _remove_left_over removes nothing
+            fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_nlink:
             return file, Path(name)
         os.close(file)  # another process took the file for a left-over one and removed it before it was locked
