@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from real_schedulers import scheduler
 
 import april
+from april.adapters.common.refusals import own_settings
 from april.config.engines import (
     ServerEngineConfig,
     SglangEngineConfig,
@@ -527,3 +528,16 @@ def test_every_public_name_is_there() -> None:
     assert set(april.__all__) <= set(dir(april))
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         april.Nothing  # noqa: B018
+
+
+def test_settings_without_defaults_make_the_same_configuration() -> None:
+    """Also where a setting has another default than otherwise: refill, with continuous generation."""
+    for given in ({}, {"generation": "continuous"}, {"generation": "continuous", "refill": "none"}):
+        made = Config(rollout_batch_size=2, n_samples_per_prompt=2, max_response_len=9, **given)
+        assert Config.from_mapping(made.to_mapping(defaults=False)) == made
+
+
+def test_null_in_a_trainers_file_is_no_limit_or_the_default() -> None:
+    """No limit for the settings that have one otherwise; the default for all others."""
+    given = {"function_timeout_s": None, "stall_timeout_s": None, "max_age": None, "max_in_flight": 5}
+    assert own_settings(given, "verl", {}) == {"function_timeout_s": None, "stall_timeout_s": None, "max_in_flight": 5}

@@ -275,6 +275,7 @@ def test_calls_in_wrong_places() -> None:
         ({"data_rank": 1, "data_size": 1}, "data_rank 1 of data_size 1"),
         ({"data_size": 2}, "data_rank 0 of data_size 2 is not among 1 ranks"),
         ({"rank_timeout_s": 0.0}, "must be above 0"), ({"rank_deadline_s": float("nan")}, "must be above 0"),
+        ({"rank_timeout_s": "60"}, "must be above 0"), ({"rank": None}, "rank must be a whole number, got None"),
         ({"rank": "0"}, "rank must be a whole number, got '0'"), ({"world_size": 2.0}, "world_size must be a whole"),
         ({"rank": 1, "world_size": 2, "address": "127.0.0.1", "token": TOKEN}, 'expected "host:port"'),
         ({"rank": 1, "world_size": 2, "address": "127.0.0.1:0", "token": TOKEN}, "give the port at which it listens"),

@@ -493,3 +493,17 @@ def test_engines_from_the_configuration() -> None:
     with scheduler(config=settings, engines=None) as rollouts:
         assert [e.name for e in rollouts.engines] == ["simulated0", "simulated1"]
         assert len(rollouts.next_batch()) == 6
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """In every call that takes a whole number, as in the configuration."""
+    with scheduler() as rollouts:
+        batch = rollouts.next_batch()
+        assert batch.padded(np.int64(7))["response_ids"].dtype == np.int32
+        assert len(batch.split(np.int64(1))) == 1
+        rollouts.record_report(np.int64(batch.id), {"tokens": 1.0})
+        rollouts.evaluate([[1]], n_samples=np.int64(2), max_tokens=np.int32(3), seed=np.int64(1))
+        rollouts.weight_update(transfer=lambda: None, trained=np.int64(batch.id), label=np.int64(9))
+        assert rollouts.version.n == 9
+        assert rollouts.lower_staleness(np.int64(0)) == 0
+        rollouts.commit(np.int64(rollouts.next_batch().id))
