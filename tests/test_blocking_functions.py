@@ -162,9 +162,9 @@ def test_an_evaluation_that_fails_ends_its_plain_functions() -> None:
 
 
 @pytest.mark.parametrize("swallows", [False, True], ids=["raises on", "swallows"])
-@pytest.mark.parametrize("where", ["in generate", "in a tool"])
+@pytest.mark.parametrize("where", ["in generate", "in a tool", "before base_url"])
 def test_a_dropped_group_cancels_its_threads(where: str, swallows: bool) -> None:
-    """generate raises CancelledError, which ``except Exception`` does not swallow. A tool that runs cannot be
+    """generate and base_url raise CancelledError, which no ``except Exception`` swallows. A tool that runs cannot be
     interrupted: its function ends where it would have gone on. A thread that ignores that is left behind: later calls
     are refused, and what it returns is no event any more."""
     errors: list[BaseException] = []
@@ -178,11 +178,11 @@ def test_a_dropped_group_cancels_its_threads(where: str, swallows: bool) -> None
             llm.generate()
             return
         in_tool.set()
-        if where == "in a tool":
+        if where != "in generate":
             tool_done.wait()
         for _ in range(3):
             try:
-                llm.generate()
+                assert llm.base_url if where == "before base_url" else llm.generate()
             except BaseException as error:
                 errors.append(error)
                 if not swallows:

@@ -245,6 +245,20 @@ def test_a_plain_function_blocks() -> None:
         assert [TOKENIZER.decode(s.tokens, skip_special_tokens=True) for s in run.next_batch().samples] == ["hi"] * 4
 
 
+@pytest.mark.parametrize("thread", ["the loop's", "another"])
+def test_a_plain_function_may_return_a_coroutine(thread: str) -> None:
+    """As a lambda around an async agent does: the agent has its address and its answers, and nothing blocks the loop."""
+
+    async def agent(prompt: april.Prompt, llm: Any) -> str:
+        if thread == "another":
+            address = await asyncio.to_thread(lambda: (llm.base_url, llm.api_key))
+            return address[0] and (await asyncio.to_thread(llm.chat, ask("#hello"))).text
+        return llm.base_url and llm.api_key and (await llm.chat(ask("#hello"))).text
+
+    with scheduler(lambda prompt, llm: agent(prompt, llm)) as run:
+        assert [TOKENIZER.decode(s.tokens, skip_special_tokens=True) for s in run.next_batch().samples] == ["hi"] * 4
+
+
 def test_tokens_may_be_of_any_conversation() -> None:
     """Side by side, each a row; tokens that repeat one go on with it, and without the word a second one is refused."""
     seen: list[Any] = []

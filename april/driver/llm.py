@@ -222,7 +222,7 @@ class LLM:
 
         Requests may belong to any conversation and run concurrently; each sequence of tokens becomes a row of the
         batch. A request may last several steps and weight updates, so clients need long timeouts. The endpoint is
-        closed when the function ends. Raises UsageError without a tokenizer.
+        closed when the function ends. Without the scheduler's ``tokenizer`` its clients can send token ids only.
         """
         return self.endpoint().url
 
@@ -542,7 +542,8 @@ def _blocking(
     method: Callable[Concatenate[LLM, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[BlockingLLM, P], T]:
     def blocks(self: BlockingLLM, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._wait_for(method.__name__, lambda: method(self._llm, *args, **kwargs))
+        refuse_while_held(f"llm.{method.__name__}")
+        return self._wait_for(lambda: method(self._llm, *args, **kwargs))
 
     functools.update_wrapper(blocks, method)
     return blocks
@@ -552,7 +553,10 @@ class BlockingLLM:
     """The ``llm`` argument of a plain (not async) rollout function, which runs in a thread of its own.
 
     ``generate`` and ``chat`` are those of :class:`LLM`, but block the thread instead of being awaited. When the sample
-    is given up they raise asyncio.CancelledError, a BaseException; do not catch it.
+    is given up they raise asyncio.CancelledError, a BaseException; do not catch it. So do ``base_url`` and ``api_key``.
+
+    A plain function may return a coroutine, which then runs on the event loop, where nothing may block: there,
+    ``generate`` and ``chat`` are awaited, and ``base_url`` and ``api_key`` are read at once.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -583,16 +587,22 @@ class BlockingLLM:
         return self._endpoint().key
 
     def _endpoint(self) -> ClientEndpoint:
+        if self._on_loop:
+            return self._llm.endpoint()
+
         async def opened() -> ClientEndpoint:
             return self._llm.endpoint()
 
-        return asyncio.run_coroutine_threadsafe(opened(), self._loop).result()
+        return self._wait_for(opened)
 
-    def _wait_for(self, name: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        if threading.get_ident() == self._loop_thread:
-            # a plain rollout function returned a coroutine, which runs on the event loop and must not block it
+    @property
+    def _on_loop(self) -> bool:
+        """True in a coroutine that a plain rollout function has returned."""
+        return threading.get_ident() == self._loop_thread
+
+    def _wait_for(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if self._on_loop:
             return ask()  # type: ignore[return-value]
-        refuse_while_held(f"llm.{name}")
         with self._lock:
             if self._cancels_next:
                 self._cancels_next = False
@@ -638,12 +648,14 @@ def as_coroutine(function: Callable[..., Any], threads: WorkerThreads) -> Rollou
             # wait until the function has ended, as for a coroutine; a second cancellation ends this wait
             await asyncio.wait([ended])
             raise
-        blocking._end(cancelled=False)
-        outcome = ended.result()
-        if outcome.error is not None:
-            raise outcome.error
-        value = outcome.take()
-        return await value if inspect.isawaitable(value) else value
+        try:
+            outcome = ended.result()
+            if outcome.error is not None:
+                raise outcome.error
+            value = outcome.take()
+            return await value if inspect.isawaitable(value) else value
+        finally:
+            blocking._end(cancelled=False)
 
     rollout.__qualname__ = name_of(function)
     return rollout
