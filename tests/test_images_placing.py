@@ -204,9 +204,12 @@ SAID = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text":
         {"messages": [{"role": "user", "content": [
             {"type": "image", "index": 0, "text": None}, {"type": "text", "index": None, "text": "what is it?"},
         ]}], "images": [RED]},
+        {"messages": [
+            {"role": "user", "images": [], "content": [{"image": RED}, {"text": "what is it?", "image": None}]},
+        ]},
         {"token_ids": None, "images": [RED]},
     ],
-    ids=["beside", "before the first words", "in the message", "filled up with null", "token ids"],
+    ids=["beside", "before the first words", "in the message", "filled up with null", "without types", "token ids"],
 )
 def test_prompts_with_images(item: dict[str, Any]) -> None:
     """Chats, with images in their parts or beside them, and token ids with a placeholder: one prompt."""
@@ -219,7 +222,7 @@ def test_prompts_with_images(item: dict[str, Any]) -> None:
     assert placed.attachment.data == RED
     assert (prompt.position, prompt.epoch, prompt.data["answer"]) == (3, 1, 4)
     assert "images" not in prompt.data  # they are held once, by what is attached
-    assert prompt.data.get("messages", SAID) == SAID
+    assert [m["content"] for m in prompt.data.get("messages", SAID)] == [SAID[0]["content"]]
 
 
 def test_a_chat_without_images_needs_a_tokenizer_only() -> None:
@@ -230,6 +233,11 @@ def test_a_chat_without_images_needs_a_tokenizer_only() -> None:
         prompt = way.read(chat, 0)
         assert prompt.token_ids.tolist() == tiny_tokenizer().encode(text)
         assert (prompt.attached, prompt.data) == ((), chat)
+
+
+def of_part(part: Any) -> dict[str, Any]:
+    """A prompt whose message has this part after a text."""
+    return {"messages": [{"role": "user", "content": ["a", part]}]}
 
 
 @pytest.mark.parametrize(
@@ -247,7 +255,16 @@ def test_a_chat_without_images_needs_a_tokenizer_only() -> None:
         ),
         ({"messages": SAID, "images": RED}, "prompt 5: images must be a list of images, got bytes"),
         ({"messages": "hello", "images": []}, "prompt 5: messages must be a list of chat messages, got str"),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "type 'video'; april accepts text"),
+        (of_part({"type": "video"}), "type 'video' is not supported; april takes"),
+        (of_part({"type": "text", "text": "a", "image": RED}), "prompt 5: a text part has 'image'; april takes"),
+        (of_part({"type": "text", "text": "a", "video": "a.mp4"}), "prompt 5: a text part has 'video'"),
+        (of_part({"video": "a.mp4"}), "prompt 5: a text part has 'video'; april takes text, and images in parts"),
+        (of_part({"input_audio": {"data": "a"}}), "prompt 5: a text part has 'input_audio'"),
+        (of_part({"image": RED, "text": "a"}), "prompt 5: a part has an image and a text; give each a part of its own"),
+        (of_part({"type": "text", "content": "a"}), "prompt 5: the text of a part must be a string, got NoneType"),
+        (of_part({"type": "text", "text": ["a"]}), "prompt 5: the text of a part must be a string, got list"),
+        (of_part(None), "prompt 5: a part must have a type and a text or an image, got NoneType"),
+        ({"messages": [{"role": "user", "content": "a", "images": [RED]}]}, "prompt 5: a message has 'images'; images"),
         ({"token_ids": [1, IMAGE_ID], "images": [RED[:50]]}, "prompt 5, image 1 is damaged or truncated"),
         ({"token_ids": [1, IMAGE_ID]}, "prompt 5 has 1 placeholder"),
         ([1, IMAGE_ID], "prompt 5 has 1 placeholder"),
@@ -255,7 +272,7 @@ def test_a_chat_without_images_needs_a_tokenizer_only() -> None:
     ],
 )
 def test_prompts_that_cannot_be_used(item: Any, sentence: str) -> None:
-    """Refused by their number, before anything starts from them."""
+    """Refused by their number, before anything starts from them: no image, video, sound or text is lost silently."""
     with pytest.raises(ConfigError, match=sentence):
         reader().read(item, 5)
 

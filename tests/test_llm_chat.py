@@ -180,6 +180,29 @@ def test_after_a_restart_the_same_conversations_have_the_same_answers() -> None:
     run_virtual(program())
 
 
+def test_a_history_that_is_edited_in_place_is_another_conversation() -> None:
+    """The model is shown what the messages say at each call, also if an earlier call got the same lists and dicts."""
+    seen: list[Any] = []
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        part, arguments = {"type": "text", "text": "secret ABC #hello"}, {"a": [{"b": "secret ABC"}]}
+        call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        messages = [
+            {"role": "user", "content": [part]}, {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "3 #hello", "tool_call_id": "1"},
+        ]  # fmt: skip
+        answers = [await llm.chat(messages, tools=TOOLS)]
+        messages += [answers[0].message, *ask("and now? #hello")]
+        part["text"] = "hidden"
+        answers.append(await llm.chat(messages, tools=TOOLS))
+        arguments["a"][0]["b"] = "hidden"
+        answers.append(await llm.chat(messages, tools=TOOLS))
+        seen.append([TOKENIZER.decode(answer.prompt_ids.tolist()).count("secret ABC") for answer in answers])
+
+    batch_of(rollout)
+    assert seen[0] == [2, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("messages", "arguments", "says"),
     [
@@ -187,6 +210,7 @@ def test_after_a_restart_the_same_conversations_have_the_same_answers() -> None:
         (ask("x"), {"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
         ([{"role": "robot", "content": "x"}], {}, r"messages\[0\]"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "image_url"),
+        ([{"role": "user", "content": ["look", {"type": "image_url"}]}], {}, "content: a part must have .*, got str"),
         (ask("x"), {"temperature": -1.0}, "temperature must be"),
         (ask("x"), {"top_k": 4}, "llm.chat: top_k.*april supports messages, tools, max_tokens"),
     ],
@@ -247,7 +271,7 @@ def test_a_plain_function_blocks() -> None:
 
 @pytest.mark.parametrize("thread", ["the loop's", "another"])
 def test_a_plain_function_may_return_a_coroutine(thread: str) -> None:
-    """As a lambda around an async agent does: the agent has its address and its answers, and nothing blocks the loop."""
+    """As a lambda around an async agent does: the agent has its address and its answers; nothing blocks the loop."""
 
     async def agent(prompt: april.Prompt, llm: Any) -> str:
         if thread == "another":

@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeGuard
 from unicodedata import normalize
 
 from april.core.tape import Float32, Int32
-from april.images.chat_images import is_image
+from april.errors import ConfigError
+from april.images.chat_images import is_image, text_of_part
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -25,7 +26,6 @@ class ReadMessages(list[Message]):
 
 
 Finish = Literal["stop", "length", "tool_calls"]
-NOT_READ = "content: a part of type {!r} is not supported; april takes text, and images with processor= of the model"
 COMMIT_S = 5.0
 """Seconds after which a slow answer begins with status 200 and keep-alive bytes; a later error keeps that status."""
 KEEPALIVE_S = 10.0
@@ -141,16 +141,19 @@ class Answer:
 
 
 def checked_content(content: Any) -> Any:
-    """Check a message's content and return it; if it has images, its text parts get the type ``text``.
+    """Return a message's content as text, or as parts if it has images; text parts then have the type ``text``.
 
-    Raises RequestError for a part that is neither text nor an image.
+    The parts are copies, because a caller of ``llm.chat`` may edit its own later. Raises RequestError for a part that
+    is neither text nor an image.
     """
     if content is None or isinstance(content, str):
         return content
     if not has_images(content):
-        text_of(content)
-        return content
-    return [part if is_image(part) else {"type": "text", "text": text_of([part])} for part in content]
+        return text_of(content)
+    return [
+        dict(part) if isinstance(part, dict) and is_image(part) else {"type": "text", "text": text_of([part])}
+        for part in content
+    ]
 
 
 def has_images(content: Any) -> TypeGuard[list[Any]]:
@@ -176,22 +179,10 @@ def text_of(content: Any) -> str:
         return content
     if not isinstance(content, list):
         raise RequestError(f"content must be a string or a list of parts, got {type(content).__name__}")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in TEXT_PARTS:
-            raise RequestError(NOT_READ.format(kind))
-        if is_image({**part, "type": None}):
-            raise RequestError(f"content: a part of type {kind!r} has an image; give the image a part of its own")
-        text = part.get(TEXT_PARTS[kind])
-        if not isinstance(text, str | None):
-            raise RequestError(f"content: the text of a part must be a string, got {type(text).__name__}")
-        texts.append(text or "")
-    return "".join(texts)
-
-
-TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of text parts, each with the field that holds the text."""
+    try:
+        return "".join([text_of_part(part, "content") for part in content])
+    except ConfigError as error:
+        raise RequestError(str(error)) from error
 
 
 def message_key(message: Message, *, calls: Sequence[Mapping[str, Any]] = (), exact: bool = False) -> str:

@@ -23,7 +23,7 @@ from april.agents.chat import (
 )
 from april.agents.client_fields import CHAT, MESSAGES, TEXT, RequestBody
 from april.agents.constraints import read_format, read_tool_choice
-from april.images.chat_images import MARK
+from april.images.chat_images import MARK, MEDIA_FIELDS, media_field
 
 Json = dict[str, Any]
 SseEvent = tuple[str, Any]
@@ -48,9 +48,8 @@ def read_message(i: int, given: Any) -> Json:
         raise RequestError(f"messages[{i}].tool_calls must be a list")
     if message.get("function_call"):
         raise RequestError(f"messages[{i}].function_call is not supported; use tool_calls")
-    for name in NON_CONTENT_FIELDS.intersection(message):
-        if message[name]:
-            raise RequestError(f"messages[{i}].{name} is not supported; images are parts of the content")
+    if not MEDIA_FIELDS.isdisjoint(message) and (name := media_field(message)) is not None:
+        raise RequestError(f"messages[{i}].{name} is not supported; images are parts of the content")
     for name in TEXT_FIELDS:
         if not isinstance(message.get(name), str | None):
             raise RequestError(f"messages[{i}].{name} must be a string")
@@ -68,10 +67,17 @@ def read_message(i: int, given: Any) -> Json:
 
 
 class ExactArguments(dict[str, Any]):
-    """Arguments of a tool call that a client sent as an object; compared as JSON, because in Python 1 equals True."""
+    """Arguments of a tool call that a client sent as an object; compared as JSON, because in Python 1 equals True.
+
+    The JSON is that of the time of reading: a caller of ``llm.chat`` may edit nested values later.
+    """
+
+    def __init__(self, arguments: Json) -> None:
+        super().__init__(arguments)
+        self.text = json.dumps(arguments)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ExactArguments) and json.dumps(self) == json.dumps(other)
+        return isinstance(other, ExactArguments) and self.text == other.text
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -85,11 +91,6 @@ def _with_exact_arguments(call: Json) -> Json:
 
 TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-NON_CONTENT_FIELDS = frozenset((
-    "images", "image", "image_url", "image_urls", "audio", "audio_url", "input_audio", "video", "videos", "video_url",
-    "file", "files", "attachments",
-))  # fmt: skip
-"""Fields in which other endpoints accept media next to a message's content; here they are refused."""
 
 
 def read_tools(value: Any) -> list[Json]:
@@ -305,9 +306,7 @@ class Anthropic:
         reasoning, calls, results = "", [], 0
         for part in content:
             match part.get("type"):
-                case "text":
-                    parts.append({"type": "text", "text": part.get("text")})
-                case "image":
+                case "text" | "image":
                     parts.append(part)
                 case "thinking":
                     reasoning += text_of([{"type": "text", "text": part.get("thinking")}])

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from april.agents.chat import NOT_READ, Message, RequestError, has_images, image_parts
+from april.agents.chat import Message, RequestError, has_images, image_parts
 from april.concurrency.worker_threads import run_in_thread
 from april.core.attachments import Placed
 from april.core.tape import Int32
 from april.core.types import Prompt
 from april.errors import ConfigError
-from april.images.chat_images import image_of_part, is_image
+from april.images.chat_images import NOT_READ, image_of_part, is_image
 from april.images.image_placer import ImagePlacer
 from april.images.image_reader import ImageReader, Picture
 
@@ -81,4 +81,4 @@ def _with_pictures(message: Message, pictures: Any) -> Message:
 def refuse_images(messages: Sequence[Message]) -> None:
     """Raise RequestError if a message has an image, for a model without an image reader."""
     for part in image_parts(messages):
-        raise RequestError(NOT_READ.format(part.get("type")))
+        raise RequestError(f"content: {NOT_READ.format(part.get('type'))}")
