@@ -73,6 +73,8 @@ def test_an_answer_has_the_message_its_calls_and_its_end() -> None:
     assert answer.text.strip() == "let me see"
     assert answer.message["tool_calls"][0]["id"] == call.id
     assert answer.tokens.tolist() == [*TOKENIZER.encode(says("add")), EOS]
+    with pytest.raises(ValueError, match="read-only"):  # the next turn is made of it
+        answer.prompt_ids[0] = 7
     assert first.tokens.tolist() == answer.tokens.tolist()
     np.testing.assert_array_equal(first.logprobs, answer.logprobs)
 

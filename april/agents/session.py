@@ -63,13 +63,13 @@ class _SharedSequences:
         self._buffers: deque[_TokenBuffer] = deque(maxlen=MAX_RECENT_SEQUENCES)
 
     def share(self, ids: Int32) -> Int32:
-        """Return the same ids in an array that other sequences share, and that must not be modified."""
+        """Return the same ids in a read-only array, whose memory other sequences share."""
         for buffer in reversed(self._buffers):
             common = min(buffer.count, len(ids))
             if common and np.array_equal(buffer.ids[:common], ids[:common]):
                 return self._extended(buffer, ids)
         self._buffers.append(_TokenBuffer(ids, len(ids)))
-        return ids
+        return _read_only(ids)
 
     @staticmethod
     def _extended(buffer: _TokenBuffer, ids: Int32) -> Int32:
@@ -80,7 +80,13 @@ class _SharedSequences:
         if len(ids) > buffer.count:
             buffer.ids[buffer.count : len(ids)] = ids[buffer.count :]
             buffer.count = len(ids)
-        return buffer.ids[: len(ids)]
+        return _read_only(buffer.ids[: len(ids)])
+
+
+def _read_only(ids: Int32) -> Int32:
+    view = ids.view()
+    view.flags.writeable = False
+    return view
 
 
 T = TypeVar("T")
