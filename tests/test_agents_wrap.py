@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,11 +165,27 @@ def alive(number: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("command", ["ls", [], [1], None])
+@pytest.mark.parametrize("command", ["ls", [], [1], ["ls", None], [b"ls"], None])
 def test_a_command_is_a_list_of_words(command: Any) -> None:
     """Anything else is refused at once."""
-    with pytest.raises((UsageError, TypeError)):
+    with pytest.raises(UsageError, match="must be a list of strings or paths, got"):
         program(command)
+
+
+class Command:
+    """Makes the command of each prompt."""
+
+    def __call__(self, prompt: april.Prompt, name: str = "ls") -> list[str]:
+        return [name]
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [([Path("a", "ls")], "a/ls"), (Command(), "Command"), (functools.partial(Command(), name="ps"), "Command")],
+)
+def test_a_command_may_have_paths_or_be_whatever_is_called(command: Any, name: str) -> None:
+    """Warnings name the function as its user knows it."""
+    assert program(command).__qualname__ == f"program {name}"
 
 
 # ---------------------------------------------------------------- verifiers

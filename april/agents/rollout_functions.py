@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from april.core.types import Prompt
 from april.driver.llm import LLM, RolloutFunction
-from april.driver.user_code import RemoteFunctionError
+from april.driver.user_code import RemoteFunctionError, name_of
 from april.errors import UsageError
 from april.text.server_text import clean
 
@@ -60,7 +60,7 @@ def program(
     the end of the output, and why april refused the last request. If the programs of all first samples fail in the
     same way, the run ends with this error, as with any rollout function.
 
-    Raises UsageError for a command that is not a list of strings.
+    Raises UsageError for a command that is not a list of strings or paths.
     """
     if not callable(command):
         command = _checked_command(command)
@@ -100,7 +100,7 @@ def program(
             raise _unanswered(" ".join(words), result, served)
         return result
 
-    rollout.__qualname__ = f"program {command[0] if not callable(command) else command.__qualname__}"
+    rollout.__qualname__ = f"program {name_of(command) if callable(command) else command[0]}"
     return rollout
 
 
@@ -138,9 +138,9 @@ def _unanswered(command: str, result: ProgramResult, served: ServedSession) -> R
 
 def _checked_command(command: Any) -> list[str]:
     listed = isinstance(command, Sequence) and not isinstance(command, str)
-    words = [os.fspath(word) for word in command] if listed else []
+    words = [os.fspath(word) if isinstance(word, os.PathLike) else word for word in command] if listed else []
     if not words or not all(isinstance(word, str) for word in words):
-        raise UsageError(f"program: the command must be a list of strings, got {command!r}")
+        raise UsageError(f"program: the command must be a list of strings or paths, got {command!r}")
     return words
 
 
