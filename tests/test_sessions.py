@@ -41,9 +41,9 @@ class Orchestrator:
 
 
 @asynccontextmanager
-async def outside() -> AsyncIterator[tuple[Orchestrator, asyncio.Task[Any]]]:
+async def outside(sessions: Sessions | None = None) -> AsyncIterator[tuple[Orchestrator, asyncio.Task[Any]]]:
     """An orchestrator, and the batch of two groups of one that it works for."""
-    sessions = Sessions()
+    sessions = sessions or Sessions()
     config = april.Config(rollout_batch_size=2, n_samples_per_prompt=1, max_response_len=50)
     engine = april.testing.FakeEngine("f", lengths=5, seconds_per_token=1e-4, vocab_size=VOCAB, eos_token_id=EOS)
     sessions.start()
@@ -79,6 +79,23 @@ async def test_each_sample_is_given_once_and_ended_by_what_is_said() -> None:
         delivered = await batch
         assert sorted(delivered.rewards.tolist()) == [0.0, 1.0]
         assert delivered.parts["correct"].tolist() == [1.0, 1.0]
+
+
+async def test_another_scheduler_has_sessions_of_its_own() -> None:
+    """Its sessions may have the ids of an earlier one, whose ends are not taken for theirs."""
+    sessions, ids = Sessions(), []
+    for reward in (1.0, 2.0):
+        async with outside(sessions) as (o, batch):
+            for _ in range(2):
+                session = await o.open()
+                ids.append(session["id"])
+                key = {"Authorization": f"Bearer {session['api_key']}"}
+                asked = {"prompt": [9, 9], "max_tokens": 5}
+                async with o.http.post(f"{session['base_url']}/completions", json=asked, headers=key) as response:
+                    assert response.status == 200
+                assert (await o.say(f"/sessions/{session['id']}/end", {"reward": reward}))[0] == 200
+            assert (await batch).rewards.tolist() == [reward] * 2
+    assert sorted(ids[:2]) == sorted(ids[2:])
 
 
 async def test_a_session_that_is_cancelled_begins_again_as_another() -> None:

@@ -41,7 +41,7 @@ class _OpenSession:
     """A sample whose rollout function waits for the orchestrator to end its session."""
 
     id: str
-    key: str
+    key: str = field(repr=False)
     description: Mapping[str, Any]
     resumed: bool
     """True if the sample ran before a restart. Its old agent may come back, so no other agent gets the session."""
@@ -130,6 +130,7 @@ class Sessions:
         session = _OpenSession(name, key, description, llm.sample_run.resumed, loop, started, outcome)
         on_request = partial(session.assign, by_request=True)
         llm.endpoint(partial(endpoint.serve, path=name, key=key, on_request=on_request))
+        self._ended.pop(name, None)  # another scheduler, or an earlier state of this one, had a session of this name
         self._open_sessions[name] = session
         if session.resumed:
             session.assign()
