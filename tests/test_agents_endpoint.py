@@ -168,6 +168,29 @@ async def test_a_retry_joins_and_an_equal_request_does_not(retry: bool) -> None:
         assert (len(ids), len(w.model.asked)) == ((1, 1) if retry else (2, 2))
 
 
+@pytest.mark.parametrize("received", [False, True])
+async def test_retries_of_equal_requests_get_an_answer_each(received: bool) -> None:
+    """Clients that time out together retry together: none gets the answer of another, and no answer is made again."""
+    async with world(waits=not received) as w:
+        asking = [asyncio.create_task(w.ask("chat/completions")) for _ in range(3)]
+        await until(lambda: len(w.model.asked) == 3)
+        equal = next(iter(w.door.session.requests.values()))
+        for number in "12":
+            if received:
+                await asyncio.gather(*asking)
+            again = [w.ask("chat/completions", x_stainless_retry_count=number) for _ in range(3)]
+            retries = [asyncio.create_task(one) for one in again]
+            if not received:
+                await until(lambda: [asked.clients for asked in equal] == [2] * 3)
+                for earlier in asking:
+                    earlier.cancel()
+                await until(lambda: [asked.clients for asked in equal] == [1] * 3)
+            asking = retries
+        w.may()
+        ids = {body["id"] for _, body in await asyncio.gather(*asking)}
+        assert (len(ids), len(w.model.asked)) == (3, 3)
+
+
 async def test_a_client_that_hung_up_and_asks_again_gets_the_answer() -> None:
     """Nobody hears the first request any more, so the second one is the same; its answer is not generated twice."""
     async with world(waits=True) as w:
@@ -196,6 +219,23 @@ async def test_an_answer_that_nobody_waits_for_is_given_up() -> None:
         w.may()
         assert (await w.ask("chat/completions", x_stainless_retry_count="1"))[0] == 200
         assert w.door.session.received_calls() == [2]
+
+
+async def test_the_time_of_grace_begins_when_the_latest_client_hangs_up() -> None:
+    """A client that comes back and leaves again has as long as after its first departure."""
+    async with world(waits=True) as w:
+        first = asyncio.create_task(w.ask("chat/completions"))
+        await until(lambda: len(w.model.asked) == 1)
+        (asked,) = next(iter(w.door.session.requests.values()))
+        first.cancel()
+        await until(lambda: asked.grace_timer)
+        earlier = asked.grace_timer
+        second = asyncio.create_task(w.ask("chat/completions"))
+        await until(earlier.cancelled)
+        second.cancel()
+        await until(lambda: asked.grace_timer is not earlier)
+        assert not asked.grace_timer.cancelled()
+        assert asked.grace_timer.when() >= earlier.when()
 
 
 async def test_sessions_of_a_client_are_told_apart() -> None:
@@ -314,6 +354,7 @@ async def test_keys_addresses_and_sizes() -> None:
     """A wrong key, another address, a body too large and one that is no JSON: named errors, and others go on."""
     async with world() as w:
         assert (await w.ask("messages", key="wrong"))[0] == 401
+        assert w.door.key not in repr(w.door)
         async with w.http.post(f"{w.endpoint.url}/nobody/v1/chat/completions", json=CHAT) as response:
             assert response.status == 404
         headers = {"x-api-key": w.door.key}
@@ -596,7 +637,7 @@ async def test_a_result_of_a_parallel_call_stays_that_of_its_call(kind: str, ids
         return Generated(np.array(says, np.int32), np.zeros(len(says), np.float32), FinishReason.STOP, len(asked))
 
     session = Session(generate, template, 1 << 20)
-    sent = (await session.submit(ChatRequest(messages=HELLO, tools=tools), "1", retry=False).task).message
+    sent = (await session.submit(ChatRequest(messages=HELLO, tools=tools), "1", retry=0).task).message
     own = [call["id"] for call in sent["tool_calls"]]
     names = own if ids is None else own[::-1] if ids == "swapped" else ids
     calls = [call | {"id": name} for call, name in zip(sent["tool_calls"], names, strict=True)]
@@ -604,7 +645,7 @@ async def test_a_result_of_a_parallel_call_stays_that_of_its_call(kind: str, ids
     messages = [*HELLO, sent | {"tool_calls": calls}, *(results if ids == "zz" else results[::-1])]
     earlier = AnsweredCall(np.array(prompt, np.int32), np.array(says, np.int32), 0, len(says))
     for later in (session, Session(generate, template, 1 << 20, [earlier])):
-        await later.submit(ChatRequest(messages=messages, tools=tools), "2", retry=False).task
+        await later.submit(ChatRequest(messages=messages, tools=tools), "2", retry=0).task
         text = template._tokenizer.decode(asked.pop())
         assert text.startswith(template._tokenizer.decode(prompt + says))
         assert RESULTS[kind] in text

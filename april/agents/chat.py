@@ -112,7 +112,7 @@ class Answer:
     """The answer to a request.
 
     ``id`` is made of a hash of the prompt and the number of earlier answers to that prompt, so a restart keeps it.
-    ``tokens`` is int32 [T], ``logprobs`` is float32 [T] in nats. ``prompt_ids`` is read-only, as later answers share it.
+    ``tokens`` is int32 [T], ``logprobs`` is float32 [T] in nats. ``prompt_ids`` is read-only: later answers share it.
     """
 
     id: str

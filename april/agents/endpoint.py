@@ -45,7 +45,7 @@ def _without_content(record: logging.LogRecord) -> bool:
 wire_log.addFilter(_without_content)
 
 GRACE_S = 60.0
-"""Seconds for which an answer is still generated after its client has disconnected, in case the client asks again."""
+"""Seconds for which an answer is still generated after its latest client has disconnected, in case it asks again."""
 SHUTDOWN_S = 1.0
 """Seconds that clients have to read the rest of their answers when the server stops."""
 SHARED_PATH = "by-name"
@@ -66,7 +66,7 @@ class ServedSession:
     session: Session
     endpoint: Endpoint
     path: str
-    key: str
+    key: str = field(repr=False)
     on_request: Callable[[], None]
     """Function that is called for each request with the key."""
     names: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Endpoint:
         alive_s: seconds between two keep-alive bytes of a slow answer.
         reached_at: host or host:port at which clients reach the server, for ``url``; empty means ``host``.
         clients: networks whose clients may connect, besides this machine; empty means all networks.
-        grace_s: seconds for which an answer is still generated after its client has disconnected.
+        grace_s: seconds for which an answer is still generated after its latest client has disconnected.
         model: name of the model in ``/v1/models``.
         add_routes: function that adds further routes.
     """
@@ -240,6 +240,8 @@ class Endpoint:
                 served.last_refusal = str(error)
                 raise
             answer_task.clients += 1
+            if answer_task.grace_timer:
+                answer_task.grace_timer.cancel()
             try:
                 return await self._send_answer(request, dialect, chat_request, answer_task)
             except RequestError as error:
@@ -248,7 +250,8 @@ class Endpoint:
             finally:
                 answer_task.clients -= 1
                 if not answer_task.clients and not answer_task.task.done():
-                    self._loop.call_later(self.grace_s, session.cancel_if_abandoned, answer_task)
+                    after = self._loop.call_later(self.grace_s, session.cancel_if_abandoned, answer_task)
+                    answer_task.grace_timer = after
 
         return handle
 
@@ -267,8 +270,9 @@ class Endpoint:
             body.pop(name, None)
         identity = [request.path, request.headers.get("X-Session-ID", ""), body, digest.hex()]
         identity_digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        return session.submit(chat_request, identity_digest, retry=retry), chat_request
+        retry = request.headers.get("x-stainless-retry-count") or "0"
+        number = int(retry) if retry.isdecimal() else 1
+        return session.submit(chat_request, identity_digest, retry=number), chat_request
 
     async def _send_answer(
         self, request: web.Request, dialect: Dialect, chat_request: ChatRequest, answer_task: AnswerTask

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -32,7 +32,7 @@ class RemoteLLM:
 
     url: str
     """Base URL for the calls of the ``llm``."""
-    key: str
+    key: str = field(repr=False)
     sample_id: SampleId
     sampling: SamplingParams
     sample_run: SampleRun
@@ -49,7 +49,7 @@ class RemoteLLM:
 @dataclass(frozen=True, slots=True)
 class _EndpointAddress:
     url: str
-    key: str
+    key: str = field(repr=False)
 
 
 class LLMServer:

@@ -294,6 +294,10 @@ class AnswerTask:
     task: asyncio.Task[Answer] = field(init=False)
     clients: int = 0
     """Number of connections that wait for the answer or are reading it."""
+    retries: int = 0
+    """Number of retries that got this answer."""
+    grace_timer: asyncio.TimerHandle | None = None
+    """Timer that cancels the task some time after its latest client has disconnected."""
     answer_sent: bool = False
     """True once the whole answer was sent to a client."""
     abandoned: bool = False
@@ -346,11 +350,11 @@ class Session:
             answers, images = self.earlier_answers, self.message_images
             self.conversations = Conversations(self.template, answers, self._build_message, images)
 
-    def submit(self, request: ChatRequest, digest: str, *, retry: bool) -> AnswerTask:
+    def submit(self, request: ChatRequest, digest: str, *, retry: int) -> AnswerTask:
         """Return the pending answer to a request: that of an earlier equal request, or a new one.
 
         The earlier answer is shared if this request says that it is a retry, or if no client waits for the earlier
-        answer any more.
+        answer any more. ``retry`` is the number of the retry, from 1 on; 0 means that the request is none.
         """
         if self.close_reason:
             raise RequestError(self.close_reason, 410, "session_closed")
@@ -359,17 +363,13 @@ class Session:
                 "the request demands a tool call or JSON (tool_choice, response_format), which the setting "
                 "constraints: refuse does not allow; leave it out, or set constraints: hint or enforce"
             )
-        for earlier in self.requests.get(digest, ()):
-            finished = earlier.was_received or earlier.abandoned or _failed(earlier.task)
-            if not finished and (retry or not earlier.clients):
-                return earlier
-        if retry:  # the client may have lost an answer that counts as received here
-            for earlier in reversed(self.requests.get(digest, ())):
-                if earlier.task.done() and not _failed(earlier.task):
-                    return earlier
+        equal_requests = self.requests.setdefault(digest, [])
+        earlier = _answer_to_share(equal_requests, retry)
+        if earlier is not None:
+            earlier.retries += retry > 0
+            return earlier
         answer_task = AnswerTask()
         answer_task.task = asyncio.get_running_loop().create_task(self._answer(request, answer_task))
-        equal_requests = self.requests.setdefault(digest, [])
         equal_requests.append(answer_task)
         # forget a failed request: an equal request starts again, and the failure would keep its arguments in memory
         answer_task.task.add_done_callback(lambda task: equal_requests.remove(answer_task) if _failed(task) else None)
@@ -483,7 +483,7 @@ class FunctionChat:
         self._request_count += 1
         try:
             request = ChatRequest(messages=read_messages(list(messages)), tools=read_tools(tools), sampling=sampling)
-            answer_task = self.session.submit(request, f"chat {self._request_count}", retry=False)
+            answer_task = self.session.submit(request, f"chat {self._request_count}", retry=0)
             answer = await asyncio.shield(answer_task.task)  # a caller that is cancelled has not received the answer
         except RequestError as error:
             raise UsageError(f"llm.chat: {error}") from None
@@ -494,6 +494,20 @@ class FunctionChat:
         """Stop answering; returns the numbers of calls whose answers the function has received."""
         self.session.close("its rollout function has ended")
         return self.session.received_calls()
+
+
+def _answer_to_share(equal_requests: Sequence[AnswerTask], retry: int) -> AnswerTask | None:
+    """Return the answer to an earlier equal request that a new request gets, too; None if it gets one of its own.
+
+    Clients that wait for several equal requests may retry them all; each of the retries gets another answer.
+    """
+    pending = [task for task in equal_requests if not (task.was_received or task.abandoned or _failed(task.task))]
+    if pending:
+        found = min(pending, key=lambda task: task.clients)
+        return found if retry or not found.clients else None
+    # the client of a retry may have lost an answer that counts as received here
+    finished = [task for task in reversed(equal_requests) if retry and task.task.done() and not _failed(task.task)]
+    return next((task for task in finished if task.retries < retry), finished[0] if finished else None)
 
 
 def answer_id(prompt: Int32, number: int | None = None, attached: Sequence[Placed] = ()) -> str:
