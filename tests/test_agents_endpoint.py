@@ -841,6 +841,38 @@ async def test_stop_strings_are_cut_from_the_text_and_named() -> None:
         assert w.model.asked[0][1]["stop"] == ["three", "two"]
 
 
+@pytest.mark.parametrize("configured", [False, True])
+@pytest.mark.parametrize(
+    ("says", "stop", "text"),
+    [
+        ("look\nObservation:\n", "Observation:\n", "look\n"), ("one\n\n", "\n\n", "one"),
+        ("x=1\n```\n", "\n```\n", "x=1"), ("\n\nHuman:", "\n\nHuman:", ""), ("one two", "two", "one "),
+    ],
+)  # fmt: skip
+async def test_stop_strings_may_begin_and_end_with_white_space(
+    says: str, stop: str, text: str, configured: bool
+) -> None:
+    """Renderers strip it from the text of an answer. Configured strings are cut and named as those of clients."""
+    async with world(says) as w:
+        if configured:
+            w.door.session.stop = (stop,)
+        _, body = await w.ask("messages", ANTHROPIC | ({} if configured else {"stop_sequences": [stop]}))
+        assert (words("messages", body), body["stop_reason"], body["stop_sequence"]) == (text, "stop_sequence", stop)
+        answer = {"role": "assistant", "content": text or " "}
+        await w.ask("messages", ANTHROPIC | {"messages": [*HELLO, answer, *HELLO], "stop_sequences": [stop]})
+        (first, _), (second, _) = w.model.asked
+        assert second.startswith(first + says)
+        assert [list(sampling["stop"]) for _, sampling in w.model.asked] == [[stop]] * 2
+
+
+async def test_a_tool_call_is_named_before_the_stop_string_at_its_end() -> None:
+    """Clients call tools only if that is the reason of the end."""
+    async with world('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>') as w:
+        body = ANTHROPIC | {"tools": [{"name": "add", "input_schema": TOOL["parameters"]}]}
+        _, body = await w.ask("messages", body | {"stop_sequences": ["</tool_call>"]})
+        assert (body["content"][0]["name"], body["stop_reason"]) == ("add", "tool_use")
+
+
 LOADS = """
 import sys
 import april

@@ -239,6 +239,18 @@ def test_a_cut_answer_is_length() -> None:
     assert (seen[0].finish, list(seen[0].tool_calls), len(seen[0].tokens)) == ("length", [], 20)
 
 
+@pytest.mark.parametrize("configured", [False, True])
+def test_an_answer_ends_before_its_stop_string(configured: bool) -> None:
+    """Be it an argument of the call or a setting."""
+    seen: list[Any] = []
+
+    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
+        seen.append(await llm.chat(ask("#long"), **({} if configured else {"stop": "done"})))
+
+    batch_of(rollout, {"sampling": {"stop": ["done"]}} if configured else {})
+    assert (seen[0].text, seen[0].stopped_by) == (LONG.removesuffix("done"), "done")
+
+
 def test_the_budget_of_a_sample_ends_its_answers_as_length() -> None:
     """``max_sample_tokens`` counts over all conversations; the answer that reaches it is cut, later ones are empty."""
     seen: list[Any] = []

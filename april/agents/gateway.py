@@ -158,8 +158,9 @@ class Gateway:
             reader = self.images.reader.for_clients() if from_clients else self.images.reader
             message_images = MessageImages(self.images, reader, sample.prompt)
         return Session(
-            generate, self._template, sample.max_context, sample.answered, message_images, self.constraints
-        )
+            generate, self._template, sample.max_context, sample.answered, message_images, self.constraints,
+            sample.sampling.stop,
+        )  # fmt: skip
 
     def _own_endpoint(self) -> Endpoint:
         from april.agents.endpoint import Endpoint  # loads a web server, so it is imported only for an endpoint

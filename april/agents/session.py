@@ -324,6 +324,7 @@ class Session:
         earlier_answers: answers from before a restart, which a client may have received.
         message_images: reads the images in messages; None means that they are refused.
         constraints: see :attr:`april.Config.constraints`.
+        stop: stop strings of the requests that have none of their own.
     """
 
     generate: GenerateFunction
@@ -332,6 +333,7 @@ class Session:
     earlier_answers: Sequence[AnsweredCall] = ()
     message_images: MessageImages | None = None
     constraints: str = "hint"
+    stop: Sequence[str] = ()
     note_checked: Callable[[bool], Any] = lambda kept: None
     """Function that is called for each answer whose form the client demanded, with True if the answer has the form."""
     conversations: Conversations | None = field(init=False)
@@ -377,7 +379,7 @@ class Session:
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request; raises RequestError."""
-        return len(self._tokenize(await self._with_images(request))[0])
+        return len(self._tokenize(await self._prepared(request))[0])
 
     def received_calls(self) -> list[int]:
         """Return the numbers of calls whose answers a client has received. May be called from any thread."""
@@ -397,7 +399,7 @@ class Session:
             answer_task.task.cancel()
 
     async def _answer(self, request: ChatRequest, answer_task: AnswerTask) -> Answer:
-        request = await self._with_images(request)
+        request = await self._prepared(request)
         prompt, attached = self._tokenize(request)
         sampling = request.sampling
         if request.constraint is not None and self.constraints == "enforce":
@@ -423,15 +425,16 @@ class Session:
         request = ChatRequest(tools=tools, sampling=sampling)
         return self._parse_answer(request, name, prompt, tokens, np.empty(0, np.float32), FinishReason.STOP).message
 
-    async def _with_images(self, request: ChatRequest) -> ChatRequest:
-        """Return the request with its images read, and tool results in order; raises RequestError."""
+    async def _prepared(self, request: ChatRequest) -> ChatRequest:
+        """Return the request with its stop strings, its images read, and tool results in order; raises RequestError."""
         messages = request.messages
         if self.message_images is None:
             refuse_images(messages)
         else:
             messages = await self.message_images.read(messages)
         named = self.template is not None and self.template.names_results
-        return replace(request, messages=results_in_order(messages, named=named))
+        sampling = {"stop": self.stop, **request.sampling}
+        return replace(request, messages=results_in_order(messages, named=named), sampling=sampling)
 
     def _tokenize(self, request: ChatRequest) -> tuple[Int32, tuple[Placed, ...] | None]:
         if request.token_ids:
@@ -452,13 +455,12 @@ class Session:
             parsed = ParsedAnswer(self.template.decode(tokens.tolist()), "", ())
         elif self.template is not None:
             parsed = self.template.parse(tokens.tolist(), prompt, request.tools)
-        text = parsed.text
-        stops = request.sampling.get("stop") or ()
-        found = [(text.find(stop), stop) for stop in stops if stop in text]
-        stopped_by = None
-        if found and not truncated:
-            at, stopped_by = min(found)
-            text = text[:at]
+        text, stopped_by = parsed.text, None
+        stops = request.sampling.get("stop")
+        if stops and not truncated:
+            # the tokens of an answer with tool calls have texts, such as marks, that no client gets as text
+            decoded = text if parsed.calls or self.template is None else self.template.decode(tokens.tolist())
+            text, stopped_by = _before_stop(text, decoded, stops)
         tool_calls = tuple(
             ToolCall(number or f"call_{name}_{i}", tool, arguments)
             for i, (number, tool, arguments) in enumerate(parsed.calls)
@@ -469,6 +471,21 @@ class Session:
             # a cut answer ends with "length" even after a complete tool call, because the turn is not finished
             finish="length" if truncated else "tool_calls" if tool_calls else "stop",
         )  # fmt: skip
+
+
+def _before_stop(text: str, decoded: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Return an answer's text before its stop string, and that string; the whole text and None if it has none.
+
+    ``decoded`` is the text of the answer's tokens, with the white space that renderers strip from ``text``. A stop
+    string may begin or end with it.
+    """
+    for searched in (text, decoded):
+        if found := [(searched.find(stop), stop) for stop in stops if stop in searched]:
+            at, stop = min(found)
+            if searched is text:
+                return text[:at], stop
+            return "" if text == stop.strip() else text.removesuffix(stop.rstrip()), stop
+    return text, None
 
 
 @dataclass(slots=True)
