@@ -542,7 +542,8 @@ def test_metadata_of_slime(code: list[Block]) -> None:
     shown = ast.literal_eval(code[0].text)
     with real_schedulers.scheduler() as rollouts:
         batch = rollouts.next_batch()
-    sample = SimpleNamespace(loss_mask=None, response_length=len(batch.samples[0].tokens), metadata=None)
+    tokens = batch.samples[0].tokens.tolist()
+    sample = SimpleNamespace(loss_mask=None, tokens=tokens, response_length=len(tokens), metadata=None)
     finish(sample, batch.samples[0], batch.version, None, mask_offpolicy=False)
     written = sample.metadata["april"]
     assert {key: type(v) for key, v in written.items()} == {key: type(v) for key, v in shown.items()}
