@@ -380,7 +380,8 @@ def test_each_arm_is_compared_at_its_own_best_rate() -> None:
 def test_the_page_says_what_was_added_after_outcomes_were_seen() -> None:
     """Claims were fixed before the first training; a task run again with fresh seeds is named as added later."""
     fixed = "with claims fixed before the first ran"
-    assert f"{fixed}, but for `again`, `late`, `late-sorting`, `late-long`, added later" in page.page(DESIGN, {})
+    later = "`again`, `again-long`, `late`, `late-sorting`, `late-long`"
+    assert f"{fixed}, but for {later}, added later" in page.page(DESIGN, {})
     assert f"{fixed} (" in page.page(design.read(SMOKE), {})
 
 
@@ -492,10 +493,10 @@ def test_what_other_pages_say_of_the_study_is_so() -> None:
          )),
         ("corrections.md", "A mean per response ended synchronous training itself 0.02 lower",
          round(ends("sync-samplemean", "tail")[0], 2) == -0.02),
-        ("corrections.md", "in time for 34 of 55 falls of the reward, and in 44 of 448 trainings [that did "
-         "not fall](study.md#guards); with april's own schedules for 2 of 8, and in 8 of 333.",
+        ("corrections.md", "in time for 34 of 55 falls of the reward, and in 44 of 472 trainings [that did "
+         "not fall](study.md#guards); with april's own schedules for 2 of 8, and in 8 of 357.",
          [[of[name] for name in ("in_time", "falls", "false", "sound")] for of in (guard, own)]
-         == [[34, 55, 44, 448], [2, 8, 8, 333]]),
+         == [[34, 55, 44, 472], [2, 8, 8, 357]]),
         ("corrections.md", "training on `tail` with rounding ended 0.03 (±0.02) below sync without any delay, and 0.05 "
          "(±0.02) below at D = 10.",
          [late("sync-noise"), late("sync-delay10-noise")] == [(-0.03, 0.02), (-0.05, 0.02)]),

@@ -32,8 +32,8 @@ HARM = 0.05
 WORDS = 1000
 """Most words of the page."""
 TERMS = (
-    "* Tasks: `tail` counts down, in responses whose lengths have a heavy tail (`again`: with fresh seeds); `sorting`"
-    " is reasoning-gym's `number_sorting`; responses of `long` have some 1,100 tokens.",
+    "* Tasks: `tail` counts down, in responses whose lengths have a heavy tail; `sorting` is reasoning-gym's"
+    " `number_sorting`; responses of `long` have some 1,100 tokens. `again` and `again-long`: with fresh seeds.",
     "* Arms: `over-2` has N' = 2N, `refill` a constant number in flight and `max_staleness: 5`, `quorum-0.5` N' = 1.5N."
     " They have [the recommended loss](corrections.md#the-recommended-loss), `sequence`.",
     "* Tasks whose names begin with `late` are the same three with fresh seeds, for [late and rounded"
