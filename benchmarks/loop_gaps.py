@@ -40,18 +40,16 @@ from april.engines.protocol import Capabilities, Chunk, EngineFinish, Health
 from april.serialization.state_file import write_state
 
 EDGES_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-LENGTH = 256
-PART = 16
-"""Number of tokens that a request has when it is cut."""
 ENDS_PER_TURN = 32
 AGENT = "agent"
 ALIVE_S = 1.0
 
 
 class FreeEngine:
-    """Answers each request with ``length`` tokens after a random time, at next to no cost."""
+    """Answers each request with ``length`` tokens after a random time, at next to no cost; if cut, with ``part``."""
 
-    def __init__(self, name: str, mean_s: float, ends: Ends, seed: int, length: int = LENGTH) -> None:
+    def __init__(self, name: str, mean_s: float, ends: Ends, seed: int, length: int = 256, part: int = 16) -> None:
+        self._part = part
         self.name, self._mean_s, self._ends, self._rng = name, mean_s, ends, random.Random(seed)
         self._tokens = np.append(np.arange(length - 1, dtype=np.int32) % 900 + 5, np.int32(0))
         self._logprobs = np.full(length, -0.5, np.float32)
@@ -72,7 +70,7 @@ class FreeEngine:
             del self._running[request.attempt_id]
         begin = request.response_offset
         length = len(self._tokens)
-        end = length if whole else max(begin, min(begin + PART, length - 1))
+        end = length if whole else max(begin, min(begin + self._part, length - 1))
         finish = EngineFinish.STOP if whole else EngineFinish.ABORT
         yield Chunk(self._tokens[begin:end], self._logprobs[begin:end], self._version, finish)
 
@@ -181,12 +179,12 @@ def prompts(sessions: int) -> Iterator[dict[str, Any]]:
 # ---------------------------------------------------------------- agents, in a process of their own
 
 
-def run_agents(url: str, key: str, count: int, seconds: float, results: Any) -> None:
+def run_agents(url: str, key: str, count: int, length: int, seconds: float, results: Any) -> None:
     """Open sessions and ask for one answer in each; put the latenesses of the bytes in between into ``results``."""
-    asyncio.run(_agents(url, key, count, seconds, results))
+    asyncio.run(_agents(url, key, count, length, seconds, results))
 
 
-async def _agents(url: str, key: str, count: int, seconds: float, results: Any) -> None:
+async def _agents(url: str, key: str, count: int, length: int, seconds: float, results: Any) -> None:
     late: list[float] = []
     end = time.monotonic() + seconds
 
@@ -198,7 +196,7 @@ async def _agents(url: str, key: str, count: int, seconds: float, results: Any) 
                     continue
                 session = await reply.json()
             own = {"Authorization": f"Bearer {session['api_key']}"}
-            body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": LENGTH}
+            body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": length}
             async with client.post(f"{session['base_url']}/completions", headers=own, json=body) as reply:
                 last = None
                 async for _ in reply.content.iter_any():
@@ -228,7 +226,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     in_flight, count = options.in_flight, options.engines
     ends = Ends()
     mean_s = in_flight / options.rate
-    engines = [FreeEngine(f"e{i:05d}", mean_s, ends, i) for i in range(count)]
+    engines = [FreeEngine(f"e{i:05d}", mean_s, ends, i, options.length, options.part) for i in range(count)]
     config = april.Config(
         rollout_batch_size=max(1, in_flight // 128), n_samples_per_prompt=8, max_response_len=4096, refill="sample",
         max_in_flight=in_flight, max_staleness=8, generation=options.generation, abort_deadline_s=600.0,
@@ -260,7 +258,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.sessions:
             sessions.start()
             agents = multiprocessing.get_context("spawn").Process(
-                target=run_agents, args=(sessions.url, sessions.key, options.sessions, options.seconds, results)
+                target=run_agents, args=(sessions.url, sessions.key, options.sessions, options.length, options.seconds, results)
             )
             agents.start()
 
@@ -331,6 +329,8 @@ def main() -> None:
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--rate", type=float, default=2_000.0, help="responses that end per second")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a whole response")
+    parser.add_argument("--part", type=int, default=16, help="tokens that a request has when it is cut")
     parser.add_argument("--sessions", type=int, default=0)
     parser.add_argument("--generation", default="stepwise", choices=("stepwise", "continuous"))
     parser.add_argument("--checkpoint", action="store_true", help="save the state in the middle of the run")

@@ -19,7 +19,7 @@ THRESHOLDS = (5_000, 2, 200_000)
 itself never collects old objects, since such a collection stops the loop for a second per few million objects."""
 GROWTH_BYTES = 1 << 30
 """Growth of the process, in bytes, after which old objects are collected. It must also be a quarter of the size, so
-that large runs, in which such a collection takes a part of a second, collect rarely."""
+that large runs, in which such a collection takes a second, collect rarely. Samples that the run holds do not count."""
 OLD_EVERY_S = 1800.0
 """Seconds after which old objects are collected in any case, because garbage may also hold GPU memory."""
 _collect_old_at, _old_due_s = 0, 0.0
@@ -30,21 +30,22 @@ _before: list[tuple[int, int, int]] = []
 """Thresholds to restore when the last loop ends; empty if april has changed none."""
 
 
-def collect_garbage() -> None:
+def collect_garbage(held_bytes: int = 0) -> None:
     """Collect young objects, and old ones if they are due; does nothing unless :func:`collecting_less` is in effect.
 
     Python itself collects young objects when enough more were made than freed. While as many requests begin as end,
     this difference stays small, and millions of young objects gather, whose collection takes a second. Reference cycles
-    that users' functions drop late are found only when old objects are collected.
+    that users' functions drop late are found only when old objects are collected. The process may grow by the samples
+    that the run holds, ``held_bytes``, without such a collection, which would find no garbage in them.
     """
     global _collect_old_at, _old_due_s
     if not gc.isenabled() or gc.get_threshold() != THRESHOLDS:
         return
     now_s = time.monotonic()
-    old = memory() > _collect_old_at or now_s >= _old_due_s
+    old = memory() - held_bytes > _collect_old_at or now_s >= _old_due_s
     gc.collect(2 if old else 1)
     if old:
-        left = memory()
+        left = max(0, memory() - held_bytes)
         _collect_old_at, _old_due_s = left + max(GROWTH_BYTES, left // 4), now_s + OLD_EVERY_S
 
 

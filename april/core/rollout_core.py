@@ -61,6 +61,9 @@ from april.core.versions import PolicyVersion, VersionClock
 from april.core.weight_updates import EngineCalls, WeightUpdates
 from april.errors import InvariantError
 
+SAMPLE_BYTES, TOKEN_BYTES = 16_384, 8
+"""Memory of a sample with its request in flight and its running functions (measured), and of a token with its
+log-probability."""
 STEP_METRICS = (
     "attempts", "resumed_attempts", "reprefill_tokens", "aborted_attempts", "empty_partials", "failed_attempts",
     "failed_samples", "fenced_attempts", "stalled_attempts", "late_events", "after_stop_tokens", "no_extras_tokens",
@@ -272,6 +275,12 @@ class RolloutCore:
     def observed_tokens(self) -> int:
         """Return the number of tokens received so far, including tokens of running attempts."""
         return self.tokens.observed + sum(a.tape.parsed for a in self.attempts.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Roughly the memory of the samples that the run holds, in bytes, without attachments and extras."""
+        samples = len(self.buffer.groups) * self.settings.n_samples_per_prompt
+        return samples * SAMPLE_BYTES + self.tokens.held * TOKEN_BYTES
 
     # ---------------------------------------------------------------- steps
 

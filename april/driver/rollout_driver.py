@@ -605,7 +605,7 @@ class RolloutDriver:
                 self._remove_idle_engines()
                 if self._pump.handled >= self._collect_at:
                     self._collect_at = self._pump.handled + HANDLED_PER_COLLECTION
-                    collect_garbage()
+                    collect_garbage(self.core.held_bytes)
                     self._limit.costs.fit_again()
         except Exception as error:
             # the core's state may be inconsistent, so no later result could be trusted
