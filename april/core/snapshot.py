@@ -174,7 +174,7 @@ class Freezer:
             waiting=[],
             order=[sample.id for sample in ready],
         )
-        collected, changed = self._groups, self._changed
+        collected, self._groups, changed = self._groups, {}, self._changed
         frozen = {
             number: collected[number] if number in collected and number not in changed else _frozen(group)
             for number, group in groups.items()
@@ -244,7 +244,7 @@ def _chain_out(chain: Chain, prompt: Prompt) -> SavedChain:
 
 
 def _state_of(
-    saved: SavedCore, held: Collection[int], again: Sequence[SampleId], groups: Mapping[int, _Frozen],
+    saved: SavedCore, held: Collection[int], again: Sequence[SampleId], groups: dict[int, _Frozen],
     attempts: Iterable[tuple[Attempt, DropReason | None, tuple[Any, ...]]],
 ) -> State:  # fmt: skip
     """Return the snapshot of what a :class:`Freezer` has collected.
@@ -253,7 +253,7 @@ def _state_of(
         saved: the saved core, without groups and attachments.
         held: numbers of the groups in the buffer; all other groups were delivered and will be delivered again.
         again: delivered samples that will be delivered again after a restart.
-        groups: all groups, by number.
+        groups: all groups, by number; this function empties it.
         attempts: requests in flight (not of evaluations), each with its drop reason and the fields of its tape.
     """
     for number, index in again:
@@ -286,7 +286,12 @@ def _state_of(
     others = [number for number in groups if number in held and number not in first]
     saved.ready = [groups[n].group for n in (*first, *(n for n in others if groups[n].ready))]
     saved.waiting = [groups[n].group for n in others if not groups[n].ready]
-    return to_state(saved)
+    state = to_state(saved)
+    groups.clear()
+    for done in (saved.ready, saved.waiting):
+        while done:
+            done.pop()  # one by one, because no other thread runs while Python frees thousands of groups at once
+    return state
 
 
 def _add_attempt(sample: SavedSample, attempt: Attempt, came: AttemptTape) -> None:
