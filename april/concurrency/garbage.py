@@ -19,11 +19,13 @@ THRESHOLDS = (5_000, 2, 200_000)
 itself never collects old objects, since such a collection stops the loop for a second per few million objects."""
 GROWTH_BYTES = 1 << 30
 """Growth of the process, in bytes, after which old objects are collected. It must also be a quarter of the size, so
-that large runs, in which such a collection takes a second, collect rarely. Samples that the run holds do not count."""
+that large runs, in which such a collection takes a second, collect rarely. Samples of the run do not count."""
 OLD_EVERY_S = 1800.0
 """Seconds after which old objects are collected in any case, because garbage may also hold GPU memory."""
 _collect_old_at, _old_due_s = 0, 0.0
-"""Size of the process (bytes) and monotonic time (seconds) from which on old objects are to be collected."""
+"""Size of the process without samples (bytes) and monotonic time (seconds) from which on old objects are collected."""
+_most_held = 0
+"""Largest memory of the run's samples since old objects were last collected, in bytes."""
 _loops: list[object] = []
 """One entry for each loop that runs now."""
 _before: list[tuple[int, int, int]] = []
@@ -36,15 +38,18 @@ def collect_garbage(held_bytes: int = 0) -> None:
     Python itself collects young objects when enough more were made than freed. While as many requests begin as end,
     this difference stays small, and millions of young objects gather, whose collection takes a second. Reference cycles
     that users' functions drop late are found only when old objects are collected. The process may grow by the samples
-    that the run holds, ``held_bytes``, without such a collection, which would find no garbage in them.
+    that the run holds without such a collection, which would find no garbage in them. ``held_bytes`` is their memory;
+    its maximum counts, because a process seldom shrinks when objects are freed.
     """
-    global _collect_old_at, _old_due_s
+    global _collect_old_at, _old_due_s, _most_held
     if not gc.isenabled() or gc.get_threshold() != THRESHOLDS:
         return
     now_s = time.monotonic()
-    old = memory() - held_bytes > _collect_old_at or now_s >= _old_due_s
+    _most_held = max(_most_held, held_bytes)
+    old = memory() - _most_held > _collect_old_at or now_s >= _old_due_s
     gc.collect(2 if old else 1)
     if old:
+        _most_held = held_bytes
         left = max(0, memory() - held_bytes)
         _collect_old_at, _old_due_s = left + max(GROWTH_BYTES, left // 4), now_s + OLD_EVERY_S
 
