@@ -258,7 +258,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if options.sessions:
             sessions.start()
             agents = multiprocessing.get_context("spawn").Process(
-                target=run_agents, args=(sessions.url, sessions.key, options.sessions, options.length, options.seconds, results)
+                target=run_agents,
+                args=(sessions.url, sessions.key, options.sessions, options.length, options.seconds, results),
             )
             agents.start()
 
