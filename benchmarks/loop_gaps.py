@@ -179,17 +179,16 @@ def prompts(sessions: int) -> Iterator[dict[str, Any]]:
 # ---------------------------------------------------------------- agents, in a process of their own
 
 
-def run_agents(url: str, key: str, count: int, length: int, seconds: float, results: Any) -> None:
-    """Open sessions and ask for one answer in each; put the latenesses of the bytes in between into ``results``."""
-    asyncio.run(_agents(url, key, count, length, seconds, results))
+def run_agents(url: str, key: str, count: int, length: int, stop: Any, results: Any) -> None:
+    """Until ``stop`` is set, open sessions and ask for one answer in each; put the latenesses of bytes into results."""
+    asyncio.run(_agents(url, key, count, length, stop, results))
 
 
-async def _agents(url: str, key: str, count: int, length: int, seconds: float, results: Any) -> None:
+async def _agents(url: str, key: str, count: int, length: int, stop: Any, results: Any) -> None:
     late: list[float] = []
-    end = time.monotonic() + seconds
 
     async def agent(client: aiohttp.ClientSession) -> None:
-        while time.monotonic() < end:
+        while True:
             async with client.post(f"{url}/sessions", headers={"Authorization": f"Bearer {key}"}) as reply:
                 if reply.status != 200:
                     await asyncio.sleep(0.5)
@@ -211,7 +210,7 @@ async def _agents(url: str, key: str, count: int, length: int, seconds: float, r
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as client:
         tasks = [asyncio.create_task(agent(client)) for _ in range(count)]
-        await asyncio.wait(tasks, timeout=seconds)
+        await asyncio.to_thread(stop.wait)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -246,7 +245,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     memory: list[tuple[int, int]] = []
     delivered, updates, batches = 0, list[float](), list[int]()
     agents = None
-    results: Any = multiprocessing.get_context("spawn").SimpleQueue()
+    processes = multiprocessing.get_context("spawn")
+    results: Any = processes.SimpleQueue()
+    stop = processes.Event()
     with april.RolloutScheduler(
         config, prompts=prompts(options.sessions), engines=engines, progress=False, **functions
     ) as rollouts:
@@ -257,9 +258,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         running = thread.call(lambda: loop.create_task(ends.run()))
         if options.sessions:
             sessions.start()
-            agents = multiprocessing.get_context("spawn").Process(
-                target=run_agents,
-                args=(sessions.url, sessions.key, options.sessions, options.length, options.seconds, results),
+            agents = processes.Process(
+                target=run_agents, args=(sessions.url, sessions.key, options.sessions, options.length, stop, results)
             )
             agents.start()
 
@@ -292,6 +292,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         cpu, events = time.process_time() - cpu, context.event_number - events
         turns.phase = "end"
         if agents is not None:
+            stop.set()
             late = sorted(results.get())
             agents.join()
             bins = Counter(bin_of(s) for s in late)
