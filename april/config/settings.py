@@ -246,7 +246,8 @@ class Config(Model):
     relax_gc: bool = True
     """Let Python's garbage collector run less often in this process while the scheduler is open (thresholds 5,000, 2
     and 200,000). april then collects new objects often, and all objects when memory without the run's samples has
-    grown by a quarter and by 1 GiB, or after half an hour. A collector that the program has disabled or relaxed further is left alone."""
+    grown by a quarter and by 1 GiB, or after half an hour. A collector that the program has disabled or relaxed
+    further is left alone."""
     images: ImagesConfig = ImagesConfig()
     agents: AgentsConfig = AgentsConfig()
     engine: EngineConfig = TransformersEngineConfig()
