@@ -211,17 +211,16 @@ def test_a_router_and_its_workers(servers: Any, offers: dict[str, ServerFacts]) 
     assert report.verdict is Verdict.EXACT
     assert report.servers[-1].findings[0].sentence.startswith("the router's workers are those of engine.urls")
     listed[:] = [one, two, "http://10.0.0.9:1"]
-    assert "sends requests to http://10.0.0.9:1, which engine.urls does not list" in only(of_config(engine))
+    assert "sends requests to http://10.0.0.9:1, which is missing in engine.urls" in only(of_config(engine))
     listed[:] = [one]
-    assert only(of_config(engine)) == f"the router does not know {two}"
-    assert only(of_config({**engine, "router": one})) == "engine.router is not an sglang-router (sglang)"
+    assert f"engine.urls contains {two}, which the router {router} does not have" in only(of_config(engine))
+    assert f"{one} has no /workers; it must be an sglang-router" in only(of_config({**engine, "router": one}))
 
 
 def only(report: Report) -> str:
     """The one thing that makes it unusable."""
     assert report.verdict is Verdict.UNUSABLE
     (finding,) = [f for server in report.servers for f in server.findings if f.level is Level.MISSING]
-    assert finding.advice
     return finding.sentence
 
 
@@ -271,9 +270,7 @@ def test_json_says_the_same(servers: Any, offers: dict[str, ServerFacts]) -> Non
     (server,) = report["servers"]
     told = {"url": good, "kind": "vllm", "version": "0.32.0", "model": "tiny", "verdict": "exact"}
     assert told.items() <= server.items()
-    assert (server["flags"], server["optional_flags"]) == ([], ["--enable-scale-out"])
-    assert report["not_promised"] == []
-    assert server["changes"] == [f"{good} has no spans; add it."]
+    assert (server["flags"], report["not_promised"]) == ([], [])
     assert server["limits"] == [
         {
             "code": "other", "consequence": "has no spans", "remedy": "add it",

@@ -144,9 +144,9 @@ WRONG: list[tuple[str, Said, str]] = [
     ("vllm", lambda run, rows: npy(rows.astype(np.float32)), "and type float32, but rows of ids per layer are needed"),
     ("vllm", lambda run, rows: npy(rows[:, :, 0].astype(np.uint16)), "but rows of ids per layer are needed"),
     ("vllm", lambda run, rows: base64.b64encode(b"\x93NUMPY\x01\x00").decode(), "that are not a numpy array"),
-    ("vllm", lambda run, rows: npy(rows.astype(np.uint16), shape=(10**15, 3, 2)), "of shape (1000000000000000, 3, 2)"),
-    ("vllm", lambda run, rows: npy(rows.astype(np.uint16), shape=(-1, 3, 2)), "of shape (-1, 3, 2)"),
-    ("vllm", lambda run, rows: npy(rows.astype(np.uint16), descr="|O"), "type object"),
+    ("vllm", lambda run, rows: npy(rows.astype(np.uint16), shape=(10**15, 3, 2)), "that are not a numpy array"),
+    ("vllm", lambda run, rows: npy(rows.astype(np.uint16), shape=(-1, 3, 2)), "that are not a numpy array"),
+    ("vllm", lambda run, rows: npy(rows.astype(np.uint16), descr="|O"), "that are not a numpy array"),
 ]
 
 

@@ -183,8 +183,8 @@ def test_the_doctor_recognises_it() -> None:
     (found,) = report_of(server, configured=True).servers
     assert found.version == f"TensorRT-LLM {VERSION}"
     assert [f.subject for f in found.findings if f.level is Level.REMARK] == ["in flight", "seeds"]
-    assert any("without speculative decoding" in note for note in found.changes)
-    assert any("up to 1 s after april has closed its stream" in note for note in found.changes)
+    assert any("without speculative decoding" in limit.sentence for limit in found.limits)
+    assert any("up to 1 s after april has closed its stream" in limit.sentence for limit in found.limits)
     assert server.asked["/metrics"] == 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +17,6 @@ from april.doctor.reach import (
     not_probed,
     paused_finding,
     resting_finding,
-    router_findings,
     router_settings,
     why_no_http,
     why_unreachable,
@@ -26,6 +25,7 @@ from april.engines.fit import why_unfit
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import ServerFacts, api_key
 from april.engines.kinds.identify import SETTINGS, VERSION_CHARS, Identity, ServerKind, identify, probe, why_silent
+from april.engines.sglang.router import require_same_workers
 from april.errors import ConfigError, EngineBusy, EngineError
 from april.text.server_text import clean
 
@@ -167,7 +167,7 @@ class Examination:
         try:
             self.identity = await identify(client, time_limits.answer_s)
         except EngineError as error:
-            return await why_no_http(url, error, time_limits.answer_s)
+            return why_no_http(url, error, time_limits.answer_s)
         return None
 
     async def _examine(self, client: HttpClient, identity: Identity) -> None:
@@ -197,19 +197,15 @@ class RouterExamination(Examination):
     """Examines the router that a configuration names."""
 
     async def _examine(self, client: HttpClient, identity: Identity) -> None:
-        self.found.findings += router_findings(identity, self._settings)
-
-
-async def unfinished(tasks: Iterable[asyncio.Task[None]], seconds: float) -> set[asyncio.Task[None]]:
-    """Wait up to ``seconds`` for the tasks, and return those that have not finished."""
-    return (await asyncio.wait(tasks, timeout=seconds))[1]
+        await require_same_workers(client, self._settings)
+        self.found.findings.append(Finding("workers", Level.OK, "the router's workers are those of engine.urls"))
 
 
 async def _run(examinations: Sequence[Examination], time_limits: TimeLimits) -> Report:
     """Run all examinations concurrently, until they finish or the time limit is reached."""
     began = time.monotonic()
     tasks = {asyncio.create_task(e.run()): e for e in examinations}
-    late = await unfinished(tasks, time_limits.total_s)
+    _, late = await asyncio.wait(tasks, timeout=time_limits.total_s)
     for task in late:
         task.cancel()
         tasks[task].note_timeout()

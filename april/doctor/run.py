@@ -51,8 +51,6 @@ def parts(report: Report) -> Iterator[RenderableType]:
             yield from (Padding(Text(remark.sentence), (0, 0, 0, 3)) for remark in remarks)
         if server.flags:
             yield Text(f"  Flags and variables that exact results need: {' '.join(server.flags)}")
-        if server.optional_flags:
-            yield Text(f"  Optional, for speed or repeatable runs: {' '.join(server.optional_flags)}")
     if report.together:
         yield ""
         configured = any(finding.subject == CONFIGURATION for finding in report.together)

@@ -307,11 +307,9 @@ def sendings(where: Path) -> dict[str, dict[str, dict[str, int]]]:
     """How often images were sent with their bytes, by life of the trainer and server."""
     found: dict[str, dict[str, dict[str, int]]] = defaultdict(dict)
     for file in sorted(where.glob("sent-*.json")):
-        for server, said in json.loads(file.read_text("utf-8")).items():
-            times = list(said["times"].values())
+        for server, times in json.loads(file.read_text("utf-8")).items():
             found[file.stem][server] = {
-                "requests with images": said["requests"], "images": len(times), "sendings": sum(times),
-                "most per image": max(times, default=0), "bytes": said["bytes"],
+                "images": len(times), "sendings": sum(times.values()), "most per image": max(times.values(), default=0),
             }  # fmt: skip
     return dict(found)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from email.utils import parsedate_to_datetime
 from math import isfinite
 from typing import Any
 from urllib.parse import urlsplit
@@ -91,7 +89,7 @@ class HttpClient:
 
     async def call(
         self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
-        timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False, limit: int | None = None,
+        timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False, limit: int = MAX_REPLY_BYTES,
         headers: Mapping[str, str] = NO_HEADERS,
     ) -> Reply:  # fmt: skip
         """Send one request and return the response; ``body`` is bytes, an iterator of bytes, or an object for JSON.
@@ -100,7 +98,7 @@ class HttpClient:
 
         Args:
             timeout_s: Seconds for the whole exchange; None means no limit.
-            limit: Maximum bytes of a response with status 200; None means MAX_REPLY_BYTES.
+            limit: Maximum bytes of a response with status 200.
             retry: True to send the request again if the connection breaks; only for calls that may safely run twice.
 
         Raises:
@@ -127,7 +125,7 @@ class HttpClient:
 
     async def _exchange(
         self, method: str, route: str, raw: bytes | AsyncIterator[Any] | None, params: Mapping[str, str] | None,
-        limit: int | None, headers: Mapping[str, str],
+        limit: int, headers: Mapping[str, str],
     ) -> Reply:  # fmt: skip
         task = asyncio.current_task()
         assert task is not None
@@ -141,8 +139,7 @@ class HttpClient:
                 status = response.status
                 if status != 200:
                     self._refuse_redirect(response, route)
-                most = MAX_REPLY_BYTES if limit is None else limit
-                content = await self._read(response, most if status == 200 else MAX_ERROR_BYTES, route)
+                content = await self._read(response, limit if status == 200 else MAX_ERROR_BYTES, route)
             except BaseException:
                 response.close()
                 raise
@@ -314,10 +311,7 @@ class HttpClient:
         why, hint = _connection_error(error), f"is the server alive? `april doctor {self.url}` says more"
         if "WRONG_VERSION_NUMBER" in why:
             hint = f"the server does not use TLS; write {self.url.replace('https:', 'http:', 1)}"
-        certificate = getattr(error, "certificate_error", None)
-        distrusted = "" if certificate is None else clean(getattr(certificate, "verify_message", certificate))
-        what = f"{method} {self.url}{route} failed: {why}; {hint}"
-        return EngineUnreachable(what, why=why, distrusted=distrusted)
+        return EngineUnreachable(f"{method} {self.url}{route} failed: {why}; {hint}", why=why)
 
 
 async def _refuse_redirect(session: object, context: object, asked: aiohttp.TraceRequestRedirectParams) -> None:
@@ -404,25 +398,12 @@ def _without_keys(content: bytes, *, cut: bool = False) -> bytes:
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
-    """Return Retry-After in seconds, at most 60; None if the header is missing or invalid."""
-    asked = response.headers.get("Retry-After", "")
+    """Return Retry-After in seconds, at most 60; None if the header is missing or no number, such as a date."""
     try:
-        seconds = float(asked)
+        seconds = float(response.headers.get("Retry-After", ""))
     except ValueError:
-        until, now = _date(asked), _date(response.headers.get("Date", ""))
-        if until is None or now is None:
-            return None
-        seconds = (until - now).total_seconds()
-    return min(seconds, MAX_RETRY_AFTER_S) if isfinite(seconds) and seconds >= 0 else None
-
-
-def _date(text: str) -> datetime | None:
-    """Parse an HTTP date; None if it is invalid or has no time zone."""
-    try:
-        date = parsedate_to_datetime(text)
-    except (ValueError, OverflowError):
         return None
-    return date if date.tzinfo is not None else None
+    return min(seconds, MAX_RETRY_AFTER_S) if isfinite(seconds) and seconds >= 0 else None
 
 
 Confirms = Callable[[Any], bool]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.http_client import HttpClient, Reply
-from april.engines.http.weight_labels import LabelOfBase, ReadingLabels, WeightLabels
+from april.engines.http.weight_labels import WeightLabels
 from april.engines.http.wire import error_text
 from april.errors import EngineError
 
@@ -117,6 +117,6 @@ class LoadedAdapters:
         return frozenset([*kept, *(() if self.present is None else (self.present.path,))])
 
     @property
-    def reading_labels(self) -> ReadingLabels:
-        """Return the labels for reading the responses to requests that are sent now."""
-        return self._labels if self.present is None else LabelOfBase(self._labels.of(self.base))
+    def adapted_version(self) -> PolicyVersion | None:
+        """Version of the base model if requests use an adapter that april has loaded, else None."""
+        return None if self.present is None else self.base

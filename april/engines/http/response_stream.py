@@ -28,27 +28,21 @@ from april.engines.protocol import AbortMeans, BufferedStream, Chunk, EngineFini
 from april.errors import EngineError, EngineUnreachable, RequestRefused, WireError
 from april.text.server_text import clean
 
-MAX_EVENT_BYTES = 4 << 20
-"""Maximum bytes of one event, unless the caller sets another limit."""
-_BOM = b"\xef\xbb\xbf"
-
 
 class EventSplitter:
     """Splits a byte stream into the payloads (the text after ``data:``) of complete server-sent events.
 
     Lines end in LF or CRLF. Comments, other fields and events without data are skipped; several data lines of one event
-    are joined.
-    ``limit`` is the maximum number of bytes of one event; None means MAX_EVENT_BYTES.
+    are joined. ``limit`` is the maximum number of bytes of one event.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self._limit = MAX_EVENT_BYTES if limit is None else limit
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._pieces: list[bytes] = []
         self._size = 0
         self._data: list[bytes] = []
         self._data_bytes = 0
         """Number of bytes of the lines in ``_data``."""
-        self._first = True
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Return the payloads completed by this piece. Raises WireError for a line or event that is not valid."""
@@ -59,8 +53,6 @@ class EventSplitter:
         text = b"".join([*self._pieces, piece[: cut + 1]])
         self._pieces, self._size = [], 0
         self._keep(piece[cut + 1 :])
-        if self._first:
-            text, self._first = text.removeprefix(_BOM), False
         if not self._data and (plain := _plain(text)) is not None:
             return plain
         events: list[bytes] = []

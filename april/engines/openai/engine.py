@@ -95,11 +95,7 @@ class OpenAIEngine(ServerEngine):
         amiss = await self._why_not_served()
         same, metrics = await self._process.check()
         detail = amiss or {None: UNSAID, False: "the server's process is not the same as before", True: ""}[same]
-        counters = {"open_streams": float(len(self._endpoint.open_streams))}
-        return Health(
-            ok=same is not None and not amiss, detail=detail, counters=counters, current=same is not False,
-            load=metrics.load,
-        )  # fmt: skip
+        return Health(ok=same is not None and not amiss, detail=detail, current=same is not False, load=metrics.load)
 
     async def close(self) -> None:
         """Close all streams and connections."""

@@ -81,7 +81,7 @@ class _SglangProbe(ServerProbe):
             "start one server per copy, each with --dp-size 1, and list all of them in engine.urls", "--dp-size 1",
         )  # fmt: skip
         sent = all(transfers) and copies == 1 and stages == 1 and adapter is None
-        incremental = bool(server.get("incremental_streaming_output", server.get("stream_output", False)))
+        incremental = bool(server.get("incremental_streaming_output"))
         self.lacks(
             not incremental, LimitCode.CUMULATIVE_STREAMS,
             "Streams repeat the whole response in every event, which costs time quadratic in its length, so april asks "

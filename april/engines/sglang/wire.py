@@ -198,12 +198,8 @@ class ReplyParser(Parser[Reply]):
         ids, scored = reply.output_ids, meta.output_token_logprobs
         aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
         total = meta.completion_tokens
-        if total is None:
-            # old servers report no count for a request that was aborted in the queue and has no new tokens; in other
-            # events, new and repeated tokens cannot be told apart without a count
-            if not aborted:
-                raise self.wrong("does not report how many tokens there are")
-            total = had if self._incremental else len(ids)
+        if total is None:  # new and repeated tokens could not be told apart
+            raise self.wrong("does not report how many tokens there are")
         new = total - had
         if new < 0:
             raise self.wrong(f"had {had} tokens and now has {total}")

@@ -186,8 +186,7 @@ class ActorEngine(ServerEngine):
         assert now.health is not None
         current = now.version == self._version
         detail = now.health.detail if current else "its actor was restarted, with the weights of its start"
-        counters = {"open_requests": float(len(self._admission.inside))}
-        return Health(ok=now.health.ok, detail=detail, counters=counters, current=current)
+        return Health(ok=now.health.ok, detail=detail, current=current)
 
     async def close(self) -> None:
         """Abort all requests. The actor keeps running until the trainer shuts it down."""

@@ -103,8 +103,10 @@ class VllmEngine(Transfers):
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
         facts, capabilities = self.facts, self._capabilities
-        labels, parser = self._adapters.reading_labels, TokenParser(request, facts.routing)
-        reader = ResponseReader(parser, self._version, labels, len(request.token_ids), request)
+        reader = ResponseReader(
+            TokenParser(request, facts.routing), self._version, self._labels, len(request.token_ids), request,
+            self._adapters.adapted_version,
+        )  # fmt: skip
         model = self._adapters.note_request(request.attempt_id) or facts.model
         body = request_body(
             model, request, stream=streamed, priority=facts.priorities, bans=capabilities.bans,
@@ -357,15 +359,13 @@ class VllmEngine(Transfers):
             return Health(ok=False, detail=str(error))
         current = self._labels.is_of(label, self._adapters.base) and not lost
         load = (await read_metrics(self._client)).load
-        counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
-        counters |= self.attachments.counters
         findings = (
             self._why_incomplete, problem, "" if current else "the server was restarted, or has other weights",
             "somebody has paused the server; resume it (POST /resume)" if paused else "",
         )  # fmt: skip
         detail = "; ".join(filter(None, findings))
         whole = not self._why_incomplete
-        return Health(ok=whole and not problem, detail=detail, counters=counters, current=current and whole, load=load)
+        return Health(ok=whole and not problem, detail=detail, current=current and whole, load=load)
 
     async def _has_weights(self) -> bool | None:
         """Return whether the server has the present weights; None if it does not answer."""

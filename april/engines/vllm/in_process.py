@@ -302,9 +302,7 @@ class VllmInProcessEngine(Transfers):
             await self._call_on_llm_loop(self._llm.check_health)
         except Exception as error:
             return Health(ok=False, detail=f"{type(error).__name__}: {clean(error)}")
-        if self._why_incomplete:
-            return Health(ok=False, detail=self._why_incomplete)
-        return Health(ok=True, counters={"open_requests": float(len(self._admission.inside))})
+        return Health(ok=not self._why_incomplete, detail=self._why_incomplete)
 
     async def close(self) -> None:
         """Abort april's requests. The AsyncLLM keeps running until its owner shuts it down."""
