@@ -145,5 +145,5 @@ def why_no_http(url: str, error: EngineError, timeout_s: float) -> Finding:
     tls = (
         "if the server does not use TLS, write http://; if its certificate is not trusted, set SSL_CERT_FILE to the "
         "certificate of its authority"
-    ) if url.startswith("https:") else "if the server uses TLS, write https://"
+    ) if urlsplit(url).scheme == "https" else "if the server uses TLS, write https://"
     return missing("talk", f"{url} does not speak HTTP ({error.why})", f"is this the right port? {tls}")
