@@ -88,7 +88,7 @@ def test_https_before_a_server_without_it() -> None:
     with raw_server(lambda path: http(200, MODELS)) as server:
         _, finding = only(report_of(server.url.replace("http:", "https:")))
     assert "does not speak HTTP (" in finding.sentence
-    assert "if the server does not use TLS, write http://" in finding.advice
+    assert "if the server does not use TLS, the address must" in finding.advice
 
 
 # ---------------------------------------------------------------- reached, but no engine

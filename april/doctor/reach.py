@@ -143,7 +143,7 @@ def why_no_http(url: str, error: EngineError, timeout_s: float) -> Finding:
             "the server hangs or is overloaded: look at its log, restart it",
         )  # fmt: skip
     tls = (
-        "if the server does not use TLS, write http://; if its certificate is not trusted, set SSL_CERT_FILE to the "
-        "certificate of its authority"
-    ) if urlsplit(url).scheme == "https" else "if the server uses TLS, write https://"
+        "if the server does not use TLS, the address must begin with http; if its certificate is not trusted, set "
+        "SSL_CERT_FILE to the certificate of its authority"
+    ) if urlsplit(url).scheme == "https" else "if the server uses TLS, the address must begin with https"
     return missing("talk", f"{url} does not speak HTTP ({error.why})", f"is this the right port? {tls}")
