@@ -23,7 +23,7 @@ from april.driver.command_executor import limits_of
 from april.engines.http.http_client import HttpClient, Reply
 from april.engines.http.server_probe import eos_of, model_files
 from april.engines.protocol import AbortMeans
-from april.errors import ConfigError, EngineError, EngineUnreachable, WireError
+from april.errors import ConfigError, EngineError, EngineUnreachable
 
 V1 = PolicyVersion(0, 1)
 
@@ -199,30 +199,10 @@ def test_what_cannot_be_used_is_refused(server: Any, config: dict[str, Any], mes
         facts_of(server, **config)
 
 
-def made(server: Any, **values: Any) -> Any:
-    """The server with these values in place of its own."""
-    vars(server).update(values)
-    return server
-
-
-@pytest.mark.parametrize(
-    ("server", "message"),
-    [
-        (made(FakeVllmServer(), label=5), "reports weight_version='5', which april cannot read"),
-        (FakeVllmServer(processes="x"), "reports _api_process_count='x', which april cannot read"),
-        (made(FakeSglangServer(), sizes={"pp_size": "x"}), "reports pp_size='x', which april cannot read"),
-        (made(FakeSglangServer(), sizes={"dp_size": -1}), "reports dp_size='-1', which april cannot read"),
-    ],
-)
-def test_values_of_other_types_are_named(server: Any, message: str) -> None:
-    """With the server that reports them."""
-    with pytest.raises(WireError, match=f"^http://127.0.0.1:[0-9]+ {message}$"):
-        facts_of(server)
-
-
 def test_an_unknown_kind_of_log_probabilities_of_any_type() -> None:
     """It is as unknown as another name."""
-    server = made(FakeVllmServer(), shown={"model_config": {"logprobs_mode": {"a": 1}}})
+    server = FakeVllmServer()
+    server.shown = {"model_config": {"logprobs_mode": {"a": 1}}}
     assert facts_of(server).capabilities.logprob_kind is LogprobKind.UNKNOWN
 
 

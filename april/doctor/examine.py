@@ -125,7 +125,6 @@ class Examination:
         self._time_limits = time_limits
 
     async def run(self) -> None:
-        """Examine the server and add the results to ``found``."""
         client = HttpClient(
             self.found.url, name=self.name, api_key=self._key, connect_timeout_s=self._time_limits.reach_s
         )
@@ -147,7 +146,6 @@ class Examination:
             await client.close()
 
     def _unreported_advice(self) -> str:
-        """Return advice for a server that does not report a value which april needs."""
         if self._settings is not None or self.identity is None:
             return ""
         engine = f"engine: {{kind: {self.identity.kind.value}, urls: [{self.found.url}], ...}}"

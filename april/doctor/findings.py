@@ -57,7 +57,6 @@ class ServerReport:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict by the worst finding."""
         return verdict_of(self.findings)
 
     @property
@@ -67,7 +66,6 @@ class ServerReport:
         return list(dict.fromkeys(flag for finding in limited for flag in finding.flags))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
         return asdict(self) | {"verdict": self.verdict.value, "flags": self.flags}
 
 
@@ -83,7 +81,6 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict by the worst of all findings."""
         return verdict_of(self.all)
 
     @property
@@ -97,7 +94,6 @@ class Report:
         return list(dict.fromkeys(f.promise for f in self.all if f.level is Level.LIMITED))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
         return {
             "verdict": self.verdict.value,
             "usable": self.verdict is not Verdict.UNUSABLE,

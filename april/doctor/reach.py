@@ -92,7 +92,6 @@ def _key_refused(url: str, key_given: bool) -> Finding:
 
 
 def _other_kind(settings: Any, kind: ServerKind) -> Finding | None:
-    """Return a finding if the configuration names a different kind of server, else None."""
     if settings is None or isinstance(settings, SETTINGS[kind]) or settings.kind == ServerKind.OPENAI.value:
         return None  # every kind also has the OpenAI routes
     sentence = f"engine.kind is {settings.kind}, but the server is {kind.value}"

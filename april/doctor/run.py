@@ -28,13 +28,11 @@ _MARK = {
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the report on a console."""
     for part in parts(report):
         console.print(part, highlight=False, soft_wrap=isinstance(part, Text))
 
 
 def parts(report: Report) -> Iterator[RenderableType]:
-    """Yield the parts of the printed report from top to bottom."""
     yield Text(_headline(report), style=_STYLE[report.verdict])
     if report.verdict is Verdict.LIMITED:
         for promise in report.not_promised:

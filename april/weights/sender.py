@@ -54,8 +54,6 @@ class _RoundFailed(Exception):
 
 @dataclass(slots=True)
 class _EngineGroup:
-    """The engines that share one group."""
-
     backend: str
     handshake: Handshake
     engines: list[str]
@@ -141,8 +139,6 @@ class WeightSender:
 
 
 class _Round:
-    """One attempt to send all weights to some engines."""
-
     def __init__(self, sender: WeightSender, names: Sequence[str], source: Weights) -> None:
         self._sender, self._names, self._source = sender, list(names), source
         self._groups: list[_EngineGroup] = []
@@ -236,7 +232,6 @@ class _Round:
     def _call_all(
         self, phase: str, call: Callable[[str], Coroutine[Any, Any, Any]], names: Sequence[str]
     ) -> dict[str, Any]:
-        """Make a call to each engine and return the answers."""
         return self._call_with_local_work(phase, call, names, lambda check: None)
 
     def _call_with_local_work(

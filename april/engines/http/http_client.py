@@ -42,7 +42,6 @@ class Reply:
 
     @property
     def ok(self) -> bool:
-        """Return whether the status is 200."""
         return self.status == 200
 
 

@@ -103,11 +103,9 @@ class LoadedAdapters:
         return [adapter for adapter in self._others.values() if adapter.name not in used]
 
     def all(self) -> list[LoadedAdapter]:
-        """Return all adapters that the server may have."""
         return [*self._others.values(), *(() if self.present is None else (self.present,))]
 
     def note_unloaded(self, adapter: LoadedAdapter) -> None:
-        """Record that the server no longer has the adapter."""
         self._others.pop(adapter.name, None)
 
     def paths(self, inside: Collection[str]) -> frozenset[str]:

@@ -76,7 +76,6 @@ class Parser(Generic[E]):
         raise NotImplementedError
 
     def wrong(self, what: str) -> WireError:
-        """Return the error for an invalid response."""
         return WireError(f"attempt {self.attempt_id}: the server's answer {what}")
 
     def failed(self, payload: bytes) -> EngineError:
@@ -297,7 +296,6 @@ class ResponseReader:
             raise self._parser.wrong(f"has {again}{len(piece.ids)} more tokens after it ended")
 
     def _end(self, piece: ResponsePart, end: ResponseEnd) -> None:
-        """Add the tokens that came with the end, split by the weights that made them."""
         ids, logprobs = self._held_ids + piece.ids, self._held_logprobs + piece.logprobs
         labels, total = self.labels, self.count + len(ids)
         if labels is None and end.spans:  # april gave no labels here, but the weights must still not have changed

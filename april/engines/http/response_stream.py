@@ -402,7 +402,6 @@ class ResponseStream(BufferedStream):
         await self._confirm(reader.take(last=True), StreamState.ENDED)
 
     def _check_complete(self, reader: ResponseReader, error: EngineError | None) -> None:
-        """Decide whether the response is complete, and set the reader's failure if it is not."""
         if reader.progress is ReadProgress.WRONG:
             return
         needs_mark = self._streamed and self._endpoint.marks_end
@@ -424,7 +423,6 @@ class ResponseStream(BufferedStream):
 
     @property
     def _closing(self) -> bool:
-        """Return whether april has closed the stream to end the request."""
         return self._recalled or (self._abort_wanted and self._endpoint.abort_means is AbortMeans.CLOSE)
 
     async def _is_taken_back(self, reader: ResponseReader) -> bool:

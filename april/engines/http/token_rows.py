@@ -41,7 +41,6 @@ class Routing:
 
     @property
     def width(self) -> int:
-        """Return the number of ids in one row."""
         return self.layers * self.top_k
 
 

@@ -65,7 +65,6 @@ class OpenAIEngine(ServerEngine):
         self._endpoint.abort(self._to_abort(attempt_ids))
 
     async def _has_weights(self) -> bool | None:
-        """Return whether the server has the present weights; None if it does not say."""
         return (await self._process.check())[0]
 
     async def pause(self) -> None:
@@ -74,7 +73,6 @@ class OpenAIEngine(ServerEngine):
         await self._process.pause()
 
     async def resume(self) -> None:
-        """Admit requests again."""
         self._process.resume()
         await super().resume()
 
@@ -98,6 +96,5 @@ class OpenAIEngine(ServerEngine):
         return Health(ok=same is not None and not amiss, detail=detail, current=same is not False, load=metrics.load)
 
     async def close(self) -> None:
-        """Close all streams and connections."""
         self._endpoint.abort(self._endpoint.open_streams)
         await self._client.close()

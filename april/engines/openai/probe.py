@@ -163,7 +163,6 @@ async def completions_facts(found: ServerProbe, vocab_size: int, remedy: str = "
 
 
 async def _software(probe: ServerProbe, owner: str) -> str:
-    """Return the name and version of the server's software; empty for an unknown kind of server."""
     name = SOFTWARE.get(owner, "")
     answer = await probe.get_json("/version", has="version") if name else None
     version = answer.get("version") if isinstance(answer, dict) else None
@@ -183,8 +182,6 @@ class _Generated:
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """Sends short requests to one server."""
-
     client: HttpClient
     model: str
     is_trtllm: bool

@@ -164,7 +164,6 @@ class CompletionParser(Parser[_Event]):
         self._prompt = request.token_ids
 
     def piece(self, event: _Event, payload: bytes, had: int) -> ResponsePart:
-        """Return the content of one event; see :class:`Parser`."""
         choices, usage = event.choices, event.usage
         if choices is None and usage is None:
             raise self.failed(payload)

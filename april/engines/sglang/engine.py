@@ -224,14 +224,12 @@ class SglangEngine(ServerEngine):
         return local_address(*self.workers[0].client.address)
 
     async def ranks(self) -> int:
-        """Return the number of processes that hold a part of the weights, over all workers."""
         return sum(await self._ranks())
 
     async def _ranks(self) -> list[int]:
         return await asyncio.gather(*(workers_of(worker.client) for worker in self.workers))
 
     async def join(self, meeting: GroupInvitation) -> None:
-        """Have all workers join the sender's group, with consecutive ranks."""
         offset, joins = meeting.rank_offset, []
         for transfer, count in zip(self._transfers, await self._ranks(), strict=True):
             joins.append(transfer.join(meeting, offset))
@@ -244,7 +242,6 @@ class SglangEngine(ServerEngine):
         await all_or_first_error([transfer.begin() for transfer in self._transfers])
 
     async def receive(self, bucket: Sequence[TensorSpec], last: bool) -> None:
-        """Have all workers receive the tensors of one bucket."""
         self._why_incomplete = (
             f"engine {self.name} is between two versions, because a transfer of weights was not completed; update them "
             "again"
@@ -262,7 +259,6 @@ class SglangEngine(ServerEngine):
     # ---------------------------------------------------------------- adapters
 
     async def _load_adapter(self, adapter: LoadedAdapter, version: PolicyVersion) -> None:
-        """Load an adapter on every worker, under the same name."""
         await _all(w.load_adapter(self._labels, self._adapters.base, adapter) for w in self.workers)
 
     async def _unload(self, adapter: LoadedAdapter) -> bool:
@@ -306,7 +302,6 @@ class SglangEngine(ServerEngine):
         )
 
     async def _require_router_ready(self) -> None:
-        """Raise EngineError if requests go through a router that is not ready."""
         if all(worker.client is not self._requests for worker in self.workers):
             reply = await self._requests.call("GET", "/readiness", timeout_s=HEALTH_S, retry=True)
             if not reply.ok:

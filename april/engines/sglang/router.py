@@ -88,7 +88,6 @@ _MAY_DIFFER = ("max_context", "max_in_flight", "first_weights", "limits", "needs
 
 
 def _abilities(worker: SglangFacts) -> dict[str, object]:
-    """Return the values in which the workers of one router must agree."""
     c = worker.capabilities
     return {field.name: getattr(c, field.name) for field in fields(c) if field.name not in _MAY_DIFFER} | {
         "incremental": worker.incremental, "version": worker.software, "adapter": worker.adapter,

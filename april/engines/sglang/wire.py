@@ -170,7 +170,6 @@ class ReplyParser(Parser[Reply]):
         self._incremental = incremental
 
     def piece(self, event: Reply, payload: bytes, had: int) -> ResponsePart:
-        """Return the content of one event; see :class:`Parser`."""
         meta = event.meta_info
         if meta is None:
             raise self.failed(payload)
@@ -224,7 +223,6 @@ class ReplyParser(Parser[Reply]):
         return ids, [one.logprob for one in scored]
 
     def _extras(self, meta: Meta) -> Extras:
-        """Return the routed experts of the response; empty if none were requested."""
         if self._routing is None or meta.routed_experts is None:
             return NO_EXTRAS
         try:

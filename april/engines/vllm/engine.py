@@ -165,7 +165,6 @@ class VllmEngine(Transfers):
         await super().resume()
 
     async def _note_label(self) -> None:
-        """Note the label that the paused server shows."""
         self._paused_as = None
         with suppress(EngineError, TimeoutError):  # a server that does not answer fails in the update
             async with asyncio.timeout(PAUSE_CHECK_S):
@@ -177,7 +176,6 @@ class VllmEngine(Transfers):
         return local_address(*self._client.address)
 
     async def ranks(self) -> int:
-        """Return the number of workers, over all data-parallel copies."""
         said = await self._client.json("GET", "/get_world_size", params={"include_dp": "true"}, retry=True)
         size = positive(said, "world_size") if isinstance(said, dict) else None
         if size is None:
@@ -368,14 +366,12 @@ class VllmEngine(Transfers):
         return Health(ok=whole and not problem, detail=detail, current=current and whole, load=load)
 
     async def _has_weights(self) -> bool | None:
-        """Return whether the server has the present weights; None if it does not answer."""
         try:
             return self._labels.is_of(await self.label(), self._adapters.base)
         except EngineError:
             return None
 
     async def _is_paused(self) -> bool:
-        """Return whether another client has paused the server."""
         if self._pausing or self._pause_policy is not None:
             return False
         reply = await self._client.call("GET", "/is_paused", retry=True)

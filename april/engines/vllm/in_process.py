@@ -207,7 +207,6 @@ class VllmInProcessEngine(Transfers):
         return wanted
 
     def _require_expanded(self, request: Request, said: Sequence[int] | None) -> None:
-        """Raise WireError unless vLLM has expanded the prompt to the same ids as april."""
         if said is not None and (
             len(said) != len(request.token_ids) or not np.array_equal(np.asarray(said), request.token_ids)
         ):
@@ -279,7 +278,6 @@ class VllmInProcessEngine(Transfers):
     sender_address = "127.0.0.1"
 
     async def ranks(self) -> int:
-        """Return the number of workers, over all data-parallel copies."""
         parallel = self._llm.vllm_config.parallel_config
         return int(parallel.world_size) * int(parallel.data_parallel_size)
 

@@ -114,7 +114,6 @@ class TokenParser(Parser[TokenReply]):
         self._prompt = request.token_ids if request.attached else None
 
     def piece(self, event: TokenReply, payload: bytes, had: int) -> ResponsePart:
-        """Return the content of one event; see :class:`Parser`."""
         choices, usage = event.choices, event.usage
         if choices is None:
             raise self.failed(payload)
