@@ -15,9 +15,9 @@ from april.doctor import reach
 from april.doctor.examine import TimeLimits, examine_urls
 from april.doctor.findings import Finding, Level, Report, ServerReport, Verdict
 
-LONG = TimeLimits(total_s=60.0, reach_s=60.0, answer_s=60.0)
+LONG = TimeLimits(60.0, 60.0)
 """For servers that answer: nothing depends on how fast this machine is."""
-SHORT = replace(LONG, answer_s=0.2)
+SHORT = replace(LONG, each_s=0.2)
 """For servers that answer nothing, however long one waits."""
 MODELS = {"object": "list", "data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 4096}]}
 

@@ -38,7 +38,7 @@ RAW = Limit(
     ("--logprobs-mode processed_logprobs",),
 )  # fmt: skip
 SMALL: dict[str, Any] = {"rollout_batch_size": 4, "max_response_len": 100}
-PATIENT = TimeLimits(60.0, 60.0, 60.0)
+PATIENT = TimeLimits(60.0, 60.0)
 """Nothing depends on how fast this machine is."""
 
 
@@ -147,8 +147,6 @@ def test_servers_that_differ(servers: Any, offers: dict[str, ServerFacts]) -> No
         (replace(WELL, capabilities=replace(GOOD, vocab_size=1024)), "vocabulary: 512", Verdict.UNUSABLE),
         (replace(WELL, model="other"), "model: tiny", Verdict.LIMITED),
         (replace(WELL, software="0.31.0"), "software version: 0.32.0", Verdict.LIMITED),
-        (replace(WELL, capabilities=replace(GOOD, max_context=9)), "context: 4096", Verdict.EXACT),
-        (replace(WELL, label="7"), "weight version: 0.0", Verdict.EXACT),
     ]
     for offer, words, verdict in cases:
         offers[two] = offer

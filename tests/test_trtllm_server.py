@@ -164,7 +164,7 @@ async def test_a_server_that_still_loads_is_busy() -> None:
 
 def report_of(server: FakeTrtllmServer, *, configured: bool) -> Report:
     async def program() -> Report:
-        patience = TimeLimits(10.0, 3.0, 3.0)
+        patience = TimeLimits(10.0, 3.0)
         async with listening(server) as url:
             if not configured:
                 return await examine_urls([url], None, patience)

@@ -52,8 +52,6 @@ _COMMON: tuple[tuple[str, Callable[[ServerFacts], Any], Level, str, str], ...] =
         "EOS ids", lambda s: s.capabilities.eos_token_ids, Level.LIMITED, _SAME_MODEL,
         "a response ends in the same way at every server",
     ),
-    ("context", lambda s: s.capabilities.max_context, Level.REMARK, "april uses the shortest context", ""),
-    ("weight version", lambda s: s.label, Level.REMARK, "april's first weight update makes them equal", ""),
     (
         "log-probabilities", lambda s: s.capabilities.logprob_kind, Level.LIMITED,
         "start all servers with the same flags",
@@ -76,10 +74,8 @@ class TimeLimits:
 
     total_s: float = 15.0
     """Limit for the whole examination."""
-    reach_s: float = 4.0
-    """Limit for resolving a name, and for opening a connection."""
-    answer_s: float = 4.0
-    """Limit for one response while the kind of the server is being found out."""
+    each_s: float = 4.0
+    """Limit for opening a connection, and for one response while the kind of the server is being found out."""
 
 
 async def examine_urls(urls: Sequence[str], key: str | None, time_limits: TimeLimits) -> Report:
@@ -126,7 +122,7 @@ class Examination:
 
     async def run(self) -> None:
         client = HttpClient(
-            self.found.url, name=self.name, api_key=self._key, connect_timeout_s=self._time_limits.reach_s
+            self.found.url, name=self.name, api_key=self._key, connect_timeout_s=self._time_limits.each_s
         )
         try:
             trouble = await self._identify(client)
@@ -158,14 +154,14 @@ class Examination:
         self.found.findings.append(missing("time", sentence, advice))
 
     async def _identify(self, client: HttpClient) -> Finding | None:
-        url, time_limits = self.found.url, self._time_limits
-        trouble = await why_unreachable(url, time_limits.reach_s)
+        url, each_s = self.found.url, self._time_limits.each_s
+        trouble = await why_unreachable(url, each_s)
         if trouble is not None:
             return trouble
         try:
-            self.identity = await identify(client, time_limits.answer_s)
+            self.identity = await identify(client, each_s)
         except EngineError as error:
-            return why_no_http(url, error, time_limits.answer_s)
+            return why_no_http(url, error, each_s)
         return None
 
     async def _examine(self, client: HttpClient, identity: Identity) -> None:
@@ -174,7 +170,7 @@ class Examination:
         if stop is not None:
             found.findings.append(stop)
             return
-        why = await why_silent(client, identity.kind, self._time_limits.answer_s)
+        why = await why_silent(client, identity.kind, self._time_limits.each_s)
         if why:
             found.findings.append(paused_finding(found.url, identity.kind, why))
             return

@@ -6,7 +6,8 @@ aiohttp's defaults do not suit long generations; each setting here says why it d
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -77,9 +78,6 @@ class HttpClient:
         self._cut: dict[asyncio.Task[Any], int] = {}
         """Tasks that this client has cancelled, each with the value of ``Task.cancelling()`` before that."""
 
-    def __repr__(self) -> str:
-        return f"<HttpClient {self.name} {self.url}>"
-
     @property
     def address(self) -> tuple[str, int]:
         """Return host and port of the server."""
@@ -126,10 +124,7 @@ class HttpClient:
         self, method: str, route: str, raw: bytes | AsyncIterator[Any] | None, params: Mapping[str, str] | None,
         limit: int, headers: Mapping[str, str],
     ) -> Reply:  # fmt: skip
-        task = asyncio.current_task()
-        assert task is not None
-        self._callers.add(task)
-        try:
+        with self._breakable():
             response = await self._http.request(
                 method, self.url + route, data=raw, params=params,
                 headers=headers if raw is None else {**_JSON, **headers}, allow_redirects=False,
@@ -144,6 +139,15 @@ class HttpClient:
                 raise
             response.release()
             return Reply(status, content, None if status == 200 else _retry_after_s(response))
+
+    @contextmanager
+    def _breakable(self) -> Iterator[None]:
+        """Let :meth:`close` and :meth:`break_off` break off the block, which then raises EngineUnreachable."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._callers.add(task)
+        try:
+            yield
         except asyncio.CancelledError:
             if self._was_cut(task):
                 raise self._closed_early() from None
@@ -170,28 +174,20 @@ class HttpClient:
 
     async def post(self, route: str, body: bytes, headers: Mapping[str, str] = NO_HEADERS) -> ResponseBytes:
         """POST JSON and return the streamed response, which the caller closes. Raises EngineError unless status 200."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._callers.add(task)
         try:
-            response = await self._http.post(
-                self.url + route, data=body, headers={**_JSON, **headers}, allow_redirects=False
-            )
-            if response.status != 200:
-                try:
-                    self._refuse_redirect(response, route)
-                    content = await self._read(response, MAX_ERROR_BYTES, route)
-                    self.require_ok(Reply(response.status, content, _retry_after_s(response)), route)
-                finally:
-                    response.close()
-        except asyncio.CancelledError:
-            if self._was_cut(task):
-                raise self._closed_early() from None
-            raise
+            with self._breakable():
+                response = await self._http.post(
+                    self.url + route, data=body, headers={**_JSON, **headers}, allow_redirects=False
+                )
+                if response.status != 200:
+                    try:
+                        self._refuse_redirect(response, route)
+                        content = await self._read(response, MAX_ERROR_BYTES, route)
+                        self.require_ok(Reply(response.status, content, _retry_after_s(response)), route)
+                    finally:
+                        response.close()
         except _BROKEN as error:
             raise self._unreachable("POST", route, error) from None
-        finally:
-            self._callers.discard(task)
         return ResponseBytes(self, route, response)
 
     async def web_socket(

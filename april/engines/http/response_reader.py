@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from april.core.attachments import NO_EXTRAS, Extras, wrong_rows
 from april.core.versions import PolicyVersion
 from april.engines.http.weight_labels import Span, WeightLabels, foreign_weights, spans_cover
 from april.engines.http.wire import NotJson, failure_said, float32_array, int32_array, read_with
-from april.engines.protocol import Chunk, EngineFinish, Int32, Request
+from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, WireError
 
 E = TypeVar("E")
@@ -54,19 +54,17 @@ class ResponsePart(msgspec.Struct, gc=False):
 
 
 class Parser(Generic[E]):
-    """Turns the events of one kind of server into :class:`ResponsePart` objects, for one attempt."""
+    """Turns the events of one kind of server into :class:`ResponsePart` objects, for one request."""
 
-    __slots__ = ("attempt_id", "decoder", "list_decoder")
+    __slots__ = ("attempt_id", "request")
 
+    decoder: ClassVar[msgspec.json.Decoder[Any]]
+    list_decoder: ClassVar[msgspec.json.Decoder[Any]]
     count_may_follow = True
     """True if events without tokens, such as the server's token count, may follow the end."""
 
-    def __init__(
-        self, attempt_id: str, decoder: msgspec.json.Decoder[Any], list_decoder: msgspec.json.Decoder[Any]
-    ) -> None:
-        self.attempt_id = attempt_id
-        self.decoder = decoder
-        self.list_decoder = list_decoder
+    def __init__(self, request: Request) -> None:
+        self.request, self.attempt_id = request, request.attempt_id
 
     def piece(self, event: E, payload: bytes, had: int) -> ResponsePart:
         """Return the content of one event. ``payload`` is its raw JSON, ``had`` the number of tokens before it.
@@ -103,8 +101,9 @@ OTHER_PROCESSOR = (
 """Hint at the end of errors about a prompt with images that the server has expanded to other token ids than april."""
 
 
-def require_prompt(parser: Parser[Any], sent: Int32, said: Sequence[int]) -> None:
+def require_prompt(parser: Parser[Any], said: Sequence[int]) -> None:
     """Raise WireError unless the server has expanded the prompt to the same ids as april."""
+    sent = parser.request.token_ids
     if len(said) != len(sent):
         raise parser.wrong(f"belongs to a prompt of {len(said)} tokens, but {len(sent)} were sent; {OTHER_PROCESSOR}")
     if not np.array_equal(np.asarray(said), sent):
@@ -118,26 +117,21 @@ class ResponseReader:
         version: Policy version of the weights when the request was sent.
         labels: Weight labels of the engine, if the server reports which weights made which token; None means that every
             token gets ``version``.
-        prompt_tokens: Number of prompt tokens sent, compared with the server's count; None means no comparison.
-        request: The request, if it asks for rows with the tokens (extras) or has attachments that expand its prompt;
-            otherwise it may be None.
         base: Version of the base model if the request uses an adapter. The label is then that of the base model under
             every version, and another label means that somebody has changed the base model.
     """
 
     __slots__ = (
-        "_base", "_cached_tokens", "_expands", "_extras", "_guess", "_held_ids", "_held_logprobs", "_ids", "_label",
-        "_last", "_logprobs", "_parser", "_prompt_tokens", "_request", "_runs", "_stopped_at", "_sure_tokens",
-        "_version", "_versions", "count", "failure", "finish", "labels", "progress",
+        "_base", "_cached_tokens", "_extras", "_guess", "_held_ids", "_held_logprobs", "_ids", "_label", "_last",
+        "_logprobs", "_parser", "_runs", "_stopped_at", "_sure_tokens", "_version", "_versions", "count", "failure",
+        "finish", "labels", "progress",
     )  # fmt: skip
 
     def __init__(
         self, parser: Parser[Any], version: PolicyVersion, labels: WeightLabels | None = None,
-        prompt_tokens: int | None = None, request: Request | None = None, base: PolicyVersion | None = None,
+        base: PolicyVersion | None = None,
     ) -> None:  # fmt: skip
         self._parser = parser
-        self._request = request if request is not None and request.extras else None
-        self._expands = request is not None and bool(request.attached)
         self._extras: Extras = NO_EXTRAS
         self._version = self._guess = version
         self._sure_tokens: int | None = None
@@ -150,7 +144,6 @@ class ResponseReader:
         """Versions of all tokens, as (version, number of tokens), from the last event; None without a weight change."""
         self.labels, self._base = labels, base
         self._label = labels.of(version if base is None else base) if labels is not None else ""
-        self._prompt_tokens = prompt_tokens
         # tokens not handed over yet: _ids came before the end, _last came with the end and is split by version
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -264,10 +257,9 @@ class ResponseReader:
             self._require_no_tokens(piece)
         if count != len(logprobs):
             raise self._parser.wrong(f"has {count} tokens but {len(logprobs)} log-probabilities")
-        if piece.prompt_tokens is not None and self._prompt_tokens not in (None, piece.prompt_tokens):
+        if piece.prompt_tokens is not None and piece.prompt_tokens != (sent := len(self._parser.request.token_ids)):
             # the server has shortened the prompt or put a token before it: the response continues something else
-            sent = self._prompt_tokens
-            why = f"; {OTHER_PROCESSOR}" if self._expands else ""
+            why = f"; {OTHER_PROCESSOR}" if self._parser.request.attached else ""
             raise self._parser.wrong(f"belongs to a prompt of {piece.prompt_tokens} tokens, but {sent} were sent{why}")
         if piece.cached_tokens is not None:
             self._cached_tokens = piece.cached_tokens
@@ -318,8 +310,8 @@ class ResponseReader:
         self.count = total
         if isinstance(end.reason, EngineError):
             raise end.reason
-        if self._request is not None and total:
-            self._extras = self._rows(self._request, end, total)
+        if self._parser.request.extras and total:
+            self._extras = self._rows(self._parser.request, end, total)
         self.finish, self._stopped_at, self.progress = end.reason, end.stopped_at, ReadProgress.ENDED
 
     def _rows(self, request: Request, end: ResponseEnd, total: int) -> Extras:

@@ -210,9 +210,6 @@ class ResponseStream(BufferedStream):
         self._chunks: list[Chunk] = []
         self.waiting = 0
 
-    def __repr__(self) -> str:
-        return f"<ResponseStream {self._request.attempt_id} {self.state}>"
-
     @property
     def over(self) -> bool:
         """Return whether nothing more will arrive."""

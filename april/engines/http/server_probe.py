@@ -42,8 +42,6 @@ class ServerFacts:
     """Model name from the settings; None means the server's only model."""
     routing_key: RoutingKey = "off"
     """Setting ``engine.routing_key``."""
-    base: str | None = None
-    """Name of the base model if ``model`` is an adapter, else None."""
     software: str = ""
     """Version of the server's software, with its name if the engine kind does not say it."""
     label: str | None = None
@@ -268,10 +266,9 @@ class ServerProbe:
 
     def common(self) -> dict[str, Any]:
         """Return the fields of :class:`ServerFacts` that are found out in the same way for all kinds of servers."""
-        base = None if self.served is None else self.served.base
         return {
-            "url": self.client.url, "asked": self.config.model, "base": base, "label": self.label,
-            "paused": self.paused, "routing_key": self.config.routing_key,
+            "url": self.client.url, "asked": self.config.model, "label": self.label, "paused": self.paused,
+            "routing_key": self.config.routing_key,
         }  # fmt: skip
 
     def capabilities(

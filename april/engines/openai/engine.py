@@ -53,7 +53,7 @@ class OpenAIEngine(ServerEngine):
 
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
-        reader = ResponseReader(CompletionParser(request), self._version, None, len(request.token_ids))
+        reader = ResponseReader(CompletionParser(request), self._version)
         # TensorRT-LLM gets seeds although it does not honour them: without seeds, requests may share one random stream
         return reader, completion_body(
             self.facts.model, request, is_trtllm=self.facts.is_trtllm, bans=self._capabilities.bans,

@@ -101,15 +101,9 @@ class SglangEngine(ServerEngine):
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
         facts = self.facts
-        parser = ReplyParser(
-            request.attempt_id, incremental=streamed and facts.incremental,
-            routing=facts.routing if request.extras else None, extras_from=request.extras_from,
-            prompt=request.token_ids if request.attached else None,
-        )  # fmt: skip
+        parser = ReplyParser(request, incremental=streamed and facts.incremental, routing=facts.routing)
         adapter = self._adapters.note_request(request.attempt_id) or facts.adapter
-        reader = ResponseReader(
-            parser, self._version, self._labels, len(request.token_ids), request, self._adapters.adapted_version
-        )
+        reader = ResponseReader(parser, self._version, self._labels, self._adapters.adapted_version)
         interval = self._interval(request) if streamed else None
         body = request_body(
             request, stream=streamed, stream_interval=interval, seed=self._seed(request), adapter=adapter, urls=urls,

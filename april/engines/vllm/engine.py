@@ -103,10 +103,8 @@ class VllmEngine(Transfers):
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
         facts, capabilities = self.facts, self._capabilities
-        reader = ResponseReader(
-            TokenParser(request, facts.routing), self._version, self._labels, len(request.token_ids), request,
-            self._adapters.adapted_version,
-        )  # fmt: skip
+        parser = TokenParser(request, facts.routing)
+        reader = ResponseReader(parser, self._version, self._labels, self._adapters.adapted_version)
         model = self._adapters.note_request(request.attempt_id) or facts.model
         body = request_body(
             model, request, stream=streamed, priority=facts.priorities, bans=capabilities.bans,
