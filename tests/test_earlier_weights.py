@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
-from hash_engine import conversation, longer, next_token
 from server_fixtures import connected, read, request
 
 import april
-from april.core.batch import Batch
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.errors import WeightsGone
 from april.testing import rollouts
@@ -94,15 +92,3 @@ async def test_it_waits_for_the_next_update_and_says_so_once(
     warned = [r.getMessage() for r in caplog.records if "waits for the next weight update" in r.getMessage()]
     assert len(warned) == 1
     assert "its server was restarted, and had got weights ('step-7') before" in warned[0]
-
-
-def check(batch: Batch, named: dict[PolicyVersion, str], seeds: dict[str, int | None]) -> set[str]:
-    """Every token is of the weights that its version names; returns the engines that made some."""
-    for sample in batch.samples:
-        made = conversation(sample.prompt.token_ids)
-        for s in sample.segments:
-            for i in range(s.start, s.start + s.count):
-                is_of = next_token(named[s.version], seeds[s.attempt_id], made)
-                assert is_of == (sample.tokens[i], sample.logprobs[i]), f"{s.engine} of {s.version}"
-                made = longer(made, int(sample.tokens[i]))
-    return {s.engine for sample in batch.samples for s in sample.segments}

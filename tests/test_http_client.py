@@ -138,17 +138,6 @@ async def test_https_before_a_server_without_it() -> None:
         await wrong.close()
 
 
-async def test_nobody_listens() -> None:
-    """A closed port is EngineUnreachable."""
-    async with served() as (_, client):
-        url = client.url
-    alone = HttpClient(url, name="one", api_key=KEY)
-    with pytest.raises(EngineUnreachable) as caught:
-        await alone.call("GET", "/x", retry=True)
-    assert KEY not in str(caught.value)
-    await alone.close()
-
-
 async def test_no_limit_of_connections_and_of_time() -> None:
     """aiohttp's 100 connections but does not 300 s would throttle and cut long responses without a word."""
     async with served() as (answers, client):

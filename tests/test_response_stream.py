@@ -110,11 +110,6 @@ def pieces_of(raw: bytes, cuts: list[int]) -> list[bytes]:
     return [raw[a:b] for a, b in pairwise(at)]
 
 
-def test_byte_by_byte() -> None:
-    """The smallest pieces, inside a character and between CR and LF included."""
-    assert events_of([bytes([b]) for b in STREAM]) == EVENTS
-
-
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
 def test_any_split_gives_the_same_events(cuts: list[int]) -> None:

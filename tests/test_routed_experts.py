@@ -28,7 +28,6 @@ from april.engines.fit import why_unfit
 from april.engines.http.token_rows import (
     InvalidRows,
     Routing,
-    experts_of_npy,
     experts_of_numbers,
     narrow_ids,
     routing_of,
@@ -172,14 +171,6 @@ def test_an_id_beyond_the_experts_of_the_model() -> None:
     for experts, words in ((7, "the expert 7, but experts are numbered from 0 to 6"), (70_000, "the expert 7")):
         with pytest.raises(InvalidRows, match=words):
             narrow_ids(rows, experts)
-
-
-def test_rows_by_columns() -> None:
-    """An array that was written column by column is read as what it was."""
-    rows = np.asfortranarray(np.arange(24, dtype=np.uint8).reshape(4, 3, 2))
-    file = io.BytesIO()
-    np.save(file, rows)
-    assert np.array_equal(experts_of_npy(base64.b64encode(file.getvalue()).decode()), rows)
 
 
 def test_no_rows_at_all_are_rows() -> None:

@@ -307,22 +307,6 @@ def placed(*attachments: Attachment) -> list[Placed]:
     return [Placed(a, 0, 1, (PLACEHOLDER,)) for a in attachments]
 
 
-async def test_what_is_on_its_way_is_waited_for() -> None:
-    """Who needs an image that another request brings waits for that; who needs another one does not."""
-    sent, posts, red, blue = SentAttachments(misses), Posts(), image(RED), image(BLUE)
-    posts.gate.clear()
-    first = asyncio.create_task(sent.send("a", placed(red), posts.of(red)))
-    second = asyncio.create_task(sent.send("b", placed(red, red), posts.of(red)))
-    third = asyncio.create_task(sent.send("c", placed(blue), posts.of(blue)))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert posts.bodies == [[red.digest], [blue.digest]]
-    posts.gate.set()
-    assert await asyncio.gather(first, second, third) == ["sent"] * 3
-    assert posts.bodies[2:] == [[]]
-    assert sent.sendings == {red.digest: 1, blue.digest: 1}
-
-
 async def test_a_sender_that_is_cancelled_holds_nobody_up() -> None:
     """The next in line brings the image."""
     sent, posts, red = SentAttachments(misses), Posts(), image(RED)

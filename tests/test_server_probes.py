@@ -329,18 +329,6 @@ async def test_tied_embeddings_on_a_cpu(
             assert server.weights == "w0"
 
 
-async def test_a_cpu_that_reads_prompts_in_chunks_gets_no_seeds() -> None:
-    """It would die of them; its limit of requests is that of all its copies together."""
-    options = {"chunked_prefill": True, "copies": 2, "max_running": 8}
-    for more, honours, most, seed in ((options, False, 16, None), ({}, True, 64, 7)):
-        async with served("vllm", device="cpu", **more) as (server, engine):
-            can = engine.capabilities
-            assert (can.honours_seeds, can.max_in_flight) == (honours, most)
-            assert (await read(engine, request(seed=7))).error is None
-            assert server.alive
-            assert server.runs[-1].params.get("seed") == seed
-
-
 @pytest.mark.parametrize("developer", [True, False])
 async def test_weights_that_no_label_shows_are_unverified(developer: bool) -> None:
     """Said by the engine, and so by every batch."""

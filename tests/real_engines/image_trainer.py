@@ -20,6 +20,7 @@ import april
 from april.core.batch import Batch, DeliveredSample
 from april.core.versions import PolicyVersion
 from tests.real_engines.image_models import image_processor
+from tests.real_engines.servers import NotKept
 
 BATCHES, GROUPS, SAMPLES = 6, 6, 6
 RESPONSE_LEN = 160
@@ -28,10 +29,6 @@ STOPS = (2, *range(300, 308))
 PROBES = 6
 BACK_S = 240.0
 """Longest wait for a server that was started anew, before the last batch."""
-
-
-class NotKept(Exception):
-    """A promise is broken; the message says which."""
 
 
 def main(where: Path, kind: str, urls: Sequence[str]) -> None:
