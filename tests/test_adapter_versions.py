@@ -23,6 +23,7 @@ from server_fixtures import (
     listening,
     read,
     request,
+    saved,
     served,
     settings,
     until,
@@ -147,12 +148,10 @@ async def test_an_adapter_of_the_start_is_version_0(kind: str, tmp_path: Path) -
 @both
 async def test_whole_weights_after_an_adapter(kind: str, tmp_path: Path) -> None:
     """They are the model itself again, no request names the adapter, and the next one is laid over them."""
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "whole" / "model.safetensors").write_bytes(b"")
     path = write_adapter(tmp_path / "adapter", 1)
     async with served(kind, server=server_of(kind)) as (server, engine):
         await update(engine, version(1), path)
-        await update(engine, version(2), str(tmp_path / "whole"))
+        await update(engine, version(2), saved(tmp_path, "whole"))
         got = await read(engine, request())
         assert (got.tokens, set(got.versions)) == (under(None, weights="whole"), {version(2)})
         assert server.loras.present == {}
@@ -261,11 +260,9 @@ async def test_somebody_else_unloads_the_adapter(kind: str, tmp_path: Path) -> N
 @both
 async def test_an_adapter_is_of_the_model_that_the_run_gave(kind: str, tmp_path: Path) -> None:
     """A server that is started anew has lost whole weights of an update; the adapter would be laid over others."""
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "whole" / "model.safetensors").write_bytes(b"")
     path = write_adapter(tmp_path / "adapter", 1)
     async with served(kind, server=server_of(kind)) as (server, engine):
-        await update(engine, version(1), str(tmp_path / "whole"))
+        await update(engine, version(1), saved(tmp_path, "whole"))
         await update(engine, version(2), path)
         await server.restart()
         with pytest.raises(WeightsGone, match=r"but the adapter belongs to .*; update it with full weights"):
@@ -412,11 +409,6 @@ def test_an_adapter_lies_over_the_whole_weights_of_the_run(
 ) -> None:
     """A server that was gone when those came is left out, until it has whole ones again."""
     servers = [server_of(kind) for _ in range(2)]
-    whole = []
-    for name in ("w1", "w3"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(b"")
-        whole.append(str(tmp_path / name))
     with ServerThread(*servers) as thread:
         config = run_of(servers[0], kind)
         urls = (servers[0].url, servers[1].url)
@@ -425,12 +417,12 @@ def test_an_adapter_lies_over_the_whole_weights_of_the_run(
         with april.RolloutScheduler(config, prompts=prompts, reward=lambda p, r: 1.0) as scheduler:
             scheduler.next_batch()
             thread.call(servers[1].close())
-            scheduler.weight_update(path=whole[0])
+            scheduler.weight_update(path=saved(tmp_path, "w1"))
             thread.call(servers[1].restart())
             scheduler.weight_update(path=write_adapter(tmp_path / "2", 2))
             assert [len(server.loras.ever) for server in servers] == [1, 0]
             assert "the full weights of version 0.0, but the adapter of version 0.2 belongs to those" in caplog.text
-            scheduler.weight_update(path=whole[1])
+            scheduler.weight_update(path=saved(tmp_path, "w3"))
             scheduler.weight_update(path=write_adapter(tmp_path / "4", 4))
             assert [len(server.loras.ever) for server in servers] == [2, 1]
             scheduler.validate()

@@ -22,7 +22,7 @@ from april.core.engine_limits import Limit, LimitCode
 from april.core.sampling import LogprobKind
 from april.doctor import examine
 from april.doctor.examine import TimeLimits, examine_config, examine_urls
-from april.doctor.findings import Finding, Level, Report, ServerReport, Verdict, abilities, verdict_of
+from april.doctor.findings import Level, Report, Verdict, abilities, verdict_of
 from april.engines.http.server_probe import ServerFacts
 from april.engines.protocol import AbortMeans, Capabilities, OnWeightUpdate
 
@@ -124,17 +124,6 @@ def test_each_capability_has_its_line(change: dict[str, Any], subject: str, leve
     assert verdict_of(found) is (Verdict.LIMITED if level is Level.LIMITED else Verdict.EXACT)
     assert all(bool(f.promise) is bool(f.advice) is (f.level is Level.LIMITED) for f in found)
     assert subject in usual or finding.advice == "mend it"
-
-
-def test_the_worst_server_decides() -> None:
-    """Exact only if all are; not usable as soon as one is not."""
-    good, limited, bad = (ServerReport(url=n, findings=[Finding("x", level, "x")]) for n, level in
-                          (("a", Level.OK), ("b", Level.LIMITED), ("c", Level.MISSING)))  # fmt: skip
-    assert Report([good]).verdict is Verdict.EXACT
-    assert Report([good, limited]).verdict is Verdict.LIMITED
-    assert Report([good, limited, bad]).verdict is Verdict.UNUSABLE
-    assert Report([good], [Finding("x", Level.MISSING, "x")]).verdict is Verdict.UNUSABLE
-    assert Report([bad]).verdict is Verdict.UNUSABLE
 
 
 # ---------------------------------------------------------------- several servers, and the configuration

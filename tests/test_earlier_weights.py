@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
-from server_fixtures import connected, read, request
+from server_fixtures import connected, read, request, update
 
 import april
 from april.core.versions import FIRST_VERSION, PolicyVersion
@@ -29,24 +30,15 @@ async def test_a_server_that_is_started_anew_before_the_first_update(kind: str, 
     await server.start()
     server.weights, server.label = ("w0", label) if label == "default" else ("w7", label)
     engine = await connected(kind, server)
-    await engine.pause()
-    await engine.update_weights(FIRST_VERSION)  # it is the same process still
-    await engine.resume()
+    await update(engine, FIRST_VERSION)  # it is the same process still
     assert (await engine.health()).current
     await server.restart()
     assert not (await engine.health()).current
-    await engine.pause()
-    if label == "default":
-        await engine.update_weights(FIRST_VERSION)
-    else:
-        with pytest.raises(WeightsGone, match="had got weights"):
-            await engine.update_weights(FIRST_VERSION)
-    await engine.resume()
+    with nullcontext() if label == "default" else pytest.raises(WeightsGone, match="had got weights"):
+        await update(engine, FIRST_VERSION)
     assert (await engine.health()).current == (label == "default")
     assert ((await read(engine, request())).error is None) == (label == "default")
-    await engine.pause()
-    await engine.update_weights(SECOND)  # the trainer has put them there
-    await engine.resume()
+    await update(engine, SECOND)  # the trainer has put them there
     assert set((await read(engine, request())).versions) == {SECOND}
     await engine.close()
     await server.close()

@@ -18,7 +18,7 @@ from fake_servers.base import Experts, PlannedFault, RequestFault
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from numpy.typing import NDArray
-from server_fixtures import BOTH, PROMPT, begun, facts_of, read, request, served, until, update
+from server_fixtures import BOTH, PROMPT, begun, facts_of, read, request, saved, served, until, update
 
 import april
 from april.core.engine_limits import LimitCode
@@ -75,10 +75,7 @@ async def test_a_resumed_request_brings_the_rows_that_are_missing(kind: str, tmp
         cut = await first
         assert cut.finish is EngineFinish.ABORT
         there.go_on()
-        weights = tmp_path / "w1"
-        weights.mkdir()
-        (weights / "model.safetensors").touch()
-        await update(engine, PolicyVersion(0, 1), str(weights))
+        await update(engine, PolicyVersion(0, 1), saved(tmp_path, "w1"))
         conversation = PROMPT + cut.tokens
         again = await read(
             engine, request(conversation, 8, extras=ROWS, extras_from=len(cut.extras["routed_experts"]))

@@ -16,7 +16,7 @@ from fake_servers.images import PLACEHOLDER, TOKENS_EACH, FakeImages, features, 
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from msgspec import structs
-from server_fixtures import beside, facts_of, read, request, served, update
+from server_fixtures import beside, facts_of, read, request, saved, served, update
 
 from april.core.attachments import Attachment, Placed
 from april.core.engine_limits import LimitCode
@@ -60,9 +60,7 @@ def answer_to(asked: Request, weights: str = "w0") -> list[int]:
 
 @pytest.fixture
 def w1(tmp_path: Path) -> str:
-    (tmp_path / "w1").mkdir()
-    (tmp_path / "w1" / "model.safetensors").write_bytes(b"")
-    return str(tmp_path / "w1")
+    return saved(tmp_path, "w1")
 
 
 def received(server: Any) -> list[str]:
@@ -166,10 +164,8 @@ async def test_new_weights_look_at_images_anew(kind: str, way: str, w1: str) -> 
         if way == "disk":
             await update(engine, NEXT, w1)
         else:
-            await engine.pause()
             server.weights = "w1"
-            await engine.update_weights(NEXT)
-            await engine.resume()
+            await update(engine, NEXT)
         await seen(engine, shown(RED, BLUE), shown(RED), weights="w1")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_servers.vllm import FakeVllmServer
-from server_fixtures import Got, begun, connected, listening, read, request, served
+from server_fixtures import Got, begun, connected, listening, read, request, saved, served
 
 from april.core.versions import PolicyVersion
 from april.engines.weight_transfer import GroupInvitation, Handshake, ReceivesWeights, TensorSpec
@@ -86,8 +86,6 @@ async def test_the_calls(release: int, transfers: str, how: GroupInvitation, ini
 @pytest.mark.parametrize("then", ["sent", "from disk", "another trainer"])
 async def test_a_transfer_that_broke_off_is_forgotten(tmp_path: Path, after: str, then: str) -> None:
     """Its layers count what they got of it to whatever comes next, unless an empty transfer is ended before."""
-    (tmp_path / "w2").mkdir()
-    (tmp_path / "w2" / "model.safetensors").write_bytes(b"")
     server = FakeVllmServer(transfers="april_gloo")
     async with listening(server):
         engine = await connected("vllm", server)
@@ -109,7 +107,7 @@ async def test_a_transfer_that_broke_off_is_forgotten(tmp_path: Path, after: str
         server.sent_weights = "w2"
         if then == "from disk":
             await engine.pause()
-            await engine.update_weights(V1, str(tmp_path / "w2"))
+            await engine.update_weights(V1, saved(tmp_path, "w2"))
         else:
             await send(engine, meeting("gloo"))
             await engine.update_weights(V1)

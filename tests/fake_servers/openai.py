@@ -136,8 +136,6 @@ class FakeTrtllmServer(FakeOpenAIServer):
         """Somebody has called pause_generation() of its engine."""
         self.resumes_after: int | None = None
         """So many requests are answered so, and then somebody resumes it."""
-        self.starting = False
-        """The engine is still being loaded."""
         self.asked: Counter[str] = Counter()
         """Requests by route."""
         self.refused: list[str] = []
@@ -148,9 +146,6 @@ class FakeTrtllmServer(FakeOpenAIServer):
 
     async def _early(self, request: web.Request) -> web.StreamResponse | None:
         self.asked[request.path] += 1
-        if self.starting:
-            headers = {"x-trtllm-server-state": "starting", "Retry-After": "1"}
-            return web.json_response({"error": "the server is starting"}, status=503, headers=headers)
         if request.path != COMPLETIONS:
             return await super()._early(request)
         body = await request.json()

@@ -436,18 +436,14 @@ def require_confirmation(client: HttpClient, reply: Reply, route: str, *checks: 
         )
 
 
-def is_page(reply: Reply) -> bool:
-    """Return whether the body is an HTML page, for example from a proxy; the status does not matter."""
-    return reply.body.lstrip()[:1] == b"<"
-
-
 async def refuses_probe(client: HttpClient, *routes: str) -> str:
     """Probe the first route that exists; returns what is wrong with the answer, or an empty text."""
     for route in routes:
         reply = await client.call("GET", route, retry=True)
         if reply.status != 404:
             break
-    if reply.ok and not is_page(reply):
+    is_page = reply.body.lstrip()[:1] == b"<"  # for example from a proxy
+    if reply.ok and not is_page:
         return ""
     return f"{client.url} answers {'a page' if reply.ok else reply.status} to a health probe"
 

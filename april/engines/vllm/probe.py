@@ -19,7 +19,7 @@ from april.engines.http.wire import NotJson, error_text, positive, read_json
 from april.engines.openai.probe import OpenAIFacts, completions_facts
 from april.engines.openai.wire import ROUTE as COMPLETIONS_ROUTE
 from april.engines.protocol import ROUTED_EXPERTS, AdapterSite, OnWeightUpdate
-from april.engines.vllm.kv_connectors import has_connector, refuse_hidden_connector, require_salts_kept_apart
+from april.engines.vllm.kv_connectors import connector_names, refuse_hidden_connector, require_salts_kept_apart
 from april.engines.vllm.plugin import BACKEND, BACKENDS
 from april.engines.vllm.wire import PARTS, TOKEN_ROUTE, TokenReply, misses_attachment
 from april.errors import ConfigError, RequestRefused, WireError
@@ -214,7 +214,7 @@ class _VllmProbe(ServerProbe):
         """
         if (positive(self.settings, "data_parallel_size") or 1) > 1:
             return ()
-        if has_connector(self.shown.get("kv_transfer_config")):
+        if connector_names(self.shown.get("kv_transfer_config")):
             # a prompt that is recomputed keeps its old salt, so the connector would return the old keys and values
             return (OnWeightUpdate.KEEP,)
         return (OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE)
