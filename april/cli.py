@@ -95,7 +95,7 @@ def doctor(
 
     each = min(4.0, timeout / 3)
     with _errors_as_messages(usage=(ConfigError,)):
-        report = examine(urls or [], config, api_key_env, TimeLimits(timeout, each, each))
+        report = examine(urls or [], config, api_key_env, TimeLimits(timeout, each))
     raise typer.Exit(present(report, as_json))
 
 

@@ -26,12 +26,10 @@ class WireError(EngineError):
 class EngineUnreachable(EngineError):
     """The engine could not be reached, or the connection broke before an answer; the request may have taken effect."""
 
-    def __init__(self, message: str, *, why: str = "", distrusted: str = "") -> None:
+    def __init__(self, message: str, *, why: str = "") -> None:
         super().__init__(message)
         self.why = why
         """Reason in a few words; empty after a timeout."""
-        self.distrusted = distrusted
-        """Error in the server's certificate; empty if the reason was another."""
 
 
 class EngineBusy(EngineError):

@@ -219,14 +219,14 @@ def attempt_id(number: int, index: int) -> str:
 
 
 def _read_vllm(payload: bytes, tokens: list[int], logprobs: list[float]) -> None:
-    for choice in vllm_wire.TOKEN_DECODER.decode(payload).choices or ():
+    for choice in vllm_wire.TokenParser.decoder.decode(payload).choices or ():
         tokens += choice.token_ids or ()
         if choice.logprobs is not None:
             logprobs += [scored.logprob for scored in choice.logprobs.content or ()]
 
 
 def _read_sglang(payload: bytes, tokens: list[int], logprobs: list[float]) -> None:
-    reply = sglang_wire.DECODER.decode(payload)
+    reply = sglang_wire.ReplyParser.decoder.decode(payload)
     tokens += reply.output_ids
     if reply.meta_info is not None:
         logprobs += [scored.logprob for scored in reply.meta_info.output_token_logprobs]

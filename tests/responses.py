@@ -26,12 +26,11 @@ def sglang_reader(
     attempt_id: str = "a", version: PolicyVersion = FIRST_VERSION, *, incremental: bool = True,
     labels: WeightLabels | None = None,
 ) -> ResponseReader:  # fmt: skip
-    return ResponseReader(ReplyParser(attempt_id, incremental=incremental), version, labels)
+    return ResponseReader(ReplyParser(asked(attempt_id), incremental=incremental), version, labels)
 
 
 def openai_reader(prompt: list[int] | None = None) -> ResponseReader:
-    request = asked(prompt=prompt)
-    return ResponseReader(CompletionParser(request), FIRST_VERSION, None, len(request.token_ids))
+    return ResponseReader(CompletionParser(asked(prompt=prompt)), FIRST_VERSION)
 
 
 def chunks_of(reader: ResponseReader, *payloads: bytes) -> list[Chunk]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_async_llm import FakeAsyncLLM, install_vllm
 from fake_servers.adapters import FakeAdapters, write_adapter
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
@@ -17,7 +16,6 @@ import april
 from april.core.versions import PolicyVersion
 from april.engines.http.adapter_files import why_refused, why_unservable
 from april.engines.protocol import AdapterSite
-from april.engines.vllm.in_process import VllmInProcessEngine
 from april.errors import EngineError
 
 SECOND = PolicyVersion(0, 1)
@@ -58,20 +56,6 @@ async def test_an_engine_that_came_back_is_not_given_an_adapter(kind: str, tmp_p
         assert set((await read(engine, request())).versions) == {PolicyVersion(0, 0)}
 
 
-async def test_vllm_in_process_is_not_given_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, before an object in this process that was made without."""
-    install_vllm(monkeypatch)
-
-    llm = FakeAsyncLLM()
-    engine = VllmInProcessEngine(llm)
-    with pytest.raises(EngineError, match=r"was not asked to load .*adapter_config\.json"):
-        await update(engine, SECOND, write_adapter(tmp_path))
-    assert llm.weights == "tiny0"
-    assert (await engine.health()).ok
-    await engine.close()
-    await llm.shut()
-
-
 BASE = {"model.layers.0.self_attn.q_proj": (8, 8)}
 
 
@@ -82,8 +66,8 @@ BASE = {"model.layers.0.self_attn.q_proj": (8, 8)}
         ({"rank": 8}, "has rank 8, but the server accepts ranks up to 4; start it with --max-lora-rank 8"),
         ({"rank_pattern": {"q_proj": 16}}, "has rank 16"),
         ({"peft_type": "IA3"}, "it is of the kind IA3, but servers only accept LoRA"),
-        ({"use_dora": True}, "it has DoRA, which the server does not support; give merged weights"),
-        ({"modules_to_save": ["lm_head"]}, r"whole layers \(modules_to_save\)"),
+        ({"use_dora": True}, "it has use_dora, which the server does not support; give merged weights"),
+        ({"modules_to_save": ["lm_head"]}, "it has modules_to_save"),
         ({"bias": "all"}, "trains biases of the base"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4, which changes the base"),
         ({"init_lora_weights": "gaussian"}, None),

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from adapted_model import Adapted
-from fake_servers.adapters import FakeAdapters, write_adapter
+from fake_servers.adapters import FakeAdapters
 from fake_servers.vllm import FakeVllmServer
 from safetensors.torch import load_file
 from server_fixtures import ServerThread
 
 import april
 from april.core.versions import PolicyVersion
-from april.engines.http.adapter_files import header_of, why_refused
+from april.engines.http.adapter_files import why_refused
 from april.engines.protocol import AdapterSite
 from april.errors import ConfigError
 from april.weights.adapter import AdapterDirectories, adapter_of, is_adapted
@@ -44,21 +44,6 @@ def test_the_adapter_alone_is_written(tmp_path: Path) -> None:
     assert why_refused(str(made), AdapterSite(max_rank=2)) is None
     assert {stat.S_IMODE(os.stat(f).st_mode) for f in made.iterdir()} == {0o600}
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"use_dora": True}, "DoRA"),
-        ({"peft_type": "IA3"}, "of the kind IA3"),
-        ({"init_lora_weights": "olora"}, "changes the base"),
-    ],
-    ids=str,
-)
-def test_what_servers_do_not_compute(settings: dict[str, Any], why: str) -> None:
-    """It is refused before anything is written."""
-    with pytest.raises(ConfigError, match=why):
-        adapter_of(Adapted(**settings))
 
 
 def test_what_is_trained_besides_the_adapter() -> None:
@@ -147,10 +132,3 @@ def test_directories_of_servers_elsewhere(tmp_path: Path) -> None:
     directories.close()
     directories.close()
     assert list((tmp_path / "shared").iterdir()) == []
-
-
-def test_headers_are_read_and_nothing_else(tmp_path: Path) -> None:
-    """Names, types and shapes of what numpy has not got a type for as well."""
-    path = Path(write_adapter(tmp_path, 3))
-    found = header_of(path / "adapter_model.safetensors")
-    assert {shape for _, shape in found.values()} == {(4, 8), (8, 4)}

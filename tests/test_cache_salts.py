@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from fake_servers.vllm import FakeVllmServer
-from server_fixtures import KINDS, connected, listening, read, request
-from test_server_weights import V1, saved
+from server_fixtures import KINDS, connected, listening, read, request, saved, update
+from test_server_weights import V1
 
 from april.core.versions import FIRST_VERSION
 from april.errors import ConfigError
@@ -20,9 +20,7 @@ async def salts_of_a_run(kind: str, server: Any, path: str | None) -> list[str]:
     engine, had = await connected(kind, server, **more), len(server.runs)
     for version in (FIRST_VERSION, V1):
         if version == V1:
-            await engine.pause()
-            await engine.update_weights(version, path)
-            await engine.resume()
+            await update(engine, version, path)
         for _ in range(2):
             assert (await read(engine, request())).error is None
     await engine.close()

@@ -22,7 +22,7 @@ from april.core.engine_limits import Limit, LimitCode
 from april.core.sampling import LogprobKind
 from april.doctor import examine
 from april.doctor.examine import TimeLimits, examine_config, examine_urls
-from april.doctor.findings import Finding, Level, Report, ServerReport, Verdict, abilities, verdict_of
+from april.doctor.findings import Level, Report, Verdict, abilities, verdict_of
 from april.engines.http.server_probe import ServerFacts
 from april.engines.protocol import AbortMeans, Capabilities, OnWeightUpdate
 
@@ -38,7 +38,7 @@ RAW = Limit(
     ("--logprobs-mode processed_logprobs",),
 )  # fmt: skip
 SMALL: dict[str, Any] = {"rollout_batch_size": 4, "max_response_len": 100}
-PATIENT = TimeLimits(60.0, 60.0, 60.0)
+PATIENT = TimeLimits(60.0, 60.0)
 """Nothing depends on how fast this machine is."""
 
 
@@ -126,17 +126,6 @@ def test_each_capability_has_its_line(change: dict[str, Any], subject: str, leve
     assert subject in usual or finding.advice == "mend it"
 
 
-def test_the_worst_server_decides() -> None:
-    """Exact only if all are; not usable as soon as one is not."""
-    good, limited, bad = (ServerReport(url=n, findings=[Finding("x", level, "x")]) for n, level in
-                          (("a", Level.OK), ("b", Level.LIMITED), ("c", Level.MISSING)))  # fmt: skip
-    assert Report([good]).verdict is Verdict.EXACT
-    assert Report([good, limited]).verdict is Verdict.LIMITED
-    assert Report([good, limited, bad]).verdict is Verdict.UNUSABLE
-    assert Report([good], [Finding("x", Level.MISSING, "x")]).verdict is Verdict.UNUSABLE
-    assert Report([bad]).verdict is Verdict.UNUSABLE
-
-
 # ---------------------------------------------------------------- several servers, and the configuration
 
 
@@ -147,8 +136,6 @@ def test_servers_that_differ(servers: Any, offers: dict[str, ServerFacts]) -> No
         (replace(WELL, capabilities=replace(GOOD, vocab_size=1024)), "vocabulary: 512", Verdict.UNUSABLE),
         (replace(WELL, model="other"), "model: tiny", Verdict.LIMITED),
         (replace(WELL, software="0.31.0"), "software version: 0.32.0", Verdict.LIMITED),
-        (replace(WELL, capabilities=replace(GOOD, max_context=9)), "context: 4096", Verdict.EXACT),
-        (replace(WELL, label="7"), "weight version: 0.0", Verdict.EXACT),
     ]
     for offer, words, verdict in cases:
         offers[two] = offer
@@ -211,17 +198,16 @@ def test_a_router_and_its_workers(servers: Any, offers: dict[str, ServerFacts]) 
     assert report.verdict is Verdict.EXACT
     assert report.servers[-1].findings[0].sentence.startswith("the router's workers are those of engine.urls")
     listed[:] = [one, two, "http://10.0.0.9:1"]
-    assert "sends requests to http://10.0.0.9:1, which engine.urls does not list" in only(of_config(engine))
+    assert "sends requests to http://10.0.0.9:1, which is missing in engine.urls" in only(of_config(engine))
     listed[:] = [one]
-    assert only(of_config(engine)) == f"the router does not know {two}"
-    assert only(of_config({**engine, "router": one})) == "engine.router is not an sglang-router (sglang)"
+    assert f"engine.urls contains {two}, which the router {router} does not have" in only(of_config(engine))
+    assert f"{one} has no /workers; it must be an sglang-router" in only(of_config({**engine, "router": one}))
 
 
 def only(report: Report) -> str:
     """The one thing that makes it unusable."""
     assert report.verdict is Verdict.UNUSABLE
     (finding,) = [f for server in report.servers for f in server.findings if f.level is Level.MISSING]
-    assert finding.advice
     return finding.sentence
 
 
@@ -271,9 +257,7 @@ def test_json_says_the_same(servers: Any, offers: dict[str, ServerFacts]) -> Non
     (server,) = report["servers"]
     told = {"url": good, "kind": "vllm", "version": "0.32.0", "model": "tiny", "verdict": "exact"}
     assert told.items() <= server.items()
-    assert (server["flags"], server["optional_flags"]) == ([], ["--enable-scale-out"])
-    assert report["not_promised"] == []
-    assert server["changes"] == [f"{good} has no spans; add it."]
+    assert (server["flags"], report["not_promised"]) == ([], [])
     assert server["limits"] == [
         {
             "code": "other", "consequence": "has no spans", "remedy": "add it",

@@ -13,7 +13,6 @@ from aiohttp import web
 from server_fixtures import until
 
 from april.config.engines import VllmEngineConfig
-from april.engines.http import http_client
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import connect_all
 from april.engines.http.wire import error_text
@@ -88,21 +87,15 @@ async def test_a_status_is_a_type(status: int, error: type[EngineError], stream:
             assert caught.value.retry_after_s == 60.0
 
 
-NOW = "Wed, 21 Oct 2026 07:28:00 GMT"
-
-
 @pytest.mark.parametrize(
     ("asked", "seconds"),
     [("7", 7.0), ("0.5", 0.5), ("0", 0.0), ("1e9", 60.0), ("nan", None), ("-nan", None), ("inf", None),
-     ("1e309", None), ("-5", None), ("soon", None), ("", None),
-     ("Wed, 21 Oct 2026 07:28:09 GMT", 9.0), ("Wed, 21 Oct 2026 08:28:00 +0100", 0.0),
-     ("Wed, 21 Oct 2026 09:28:00 GMT", 60.0), ("Wed, 21 Oct 2026 07:27:00 GMT", None),
-     ("Wed, 99 Oct 2026 07:27:00 GMT", None), ("Wed, 21 Oct 99999 07:27:00 GMT", None)],
+     ("1e309", None), ("-5", None), ("soon", None), ("", None), ("Wed, 21 Oct 2026 07:28:09 GMT", None)],
 )  # fmt: skip
 async def test_retry_after(asked: str, seconds: float | None) -> None:
-    """In seconds or as a date, which counts from the server's own; at most a minute, and nothing that is no time."""
+    """At most a minute, and nothing that is no number of seconds."""
     async with served() as (answers, client):
-        answers.answer = lambda: web.Response(status=429, headers={"Retry-After": asked, "Date": NOW})
+        answers.answer = lambda: web.Response(status=429, headers={"Retry-After": asked})
         with pytest.raises(EngineBusy) as caught:
             await client.json("POST", "/x", {})
         assert caught.value.retry_after_s == seconds
@@ -145,17 +138,6 @@ async def test_https_before_a_server_without_it() -> None:
         await wrong.close()
 
 
-async def test_nobody_listens() -> None:
-    """A closed port is EngineUnreachable."""
-    async with served() as (_, client):
-        url = client.url
-    alone = HttpClient(url, name="one", api_key=KEY)
-    with pytest.raises(EngineUnreachable) as caught:
-        await alone.call("GET", "/x", retry=True)
-    assert KEY not in str(caught.value)
-    await alone.close()
-
-
 async def test_no_limit_of_connections_and_of_time() -> None:
     """aiohttp's 100 connections but does not 300 s would throttle and cut long responses without a word."""
     async with served() as (answers, client):
@@ -194,13 +176,12 @@ async def test_closing_between_two_pieces() -> None:
         answer.close()
 
 
-async def test_giant_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_giant_answers() -> None:
     """Neither a good answer nor an error text is read beyond its limit."""
-    monkeypatch.setattr(http_client, "MAX_REPLY_BYTES", 10_000)
     async with served() as (answers, client):
         answers.answer = lambda: web.Response(body=b"x" * 20_000)
         with pytest.raises(EngineError, match="more than 10000 bytes"):
-            await client.call("GET", "/x")
+            await client.call("GET", "/x", limit=10_000)
         answers.answer = lambda: web.Response(status=500, body=b"x" * (1 << 22))
         reply = await client.call("GET", "/x")
         assert reply.status == 500
@@ -230,9 +211,9 @@ async def test_an_answer_without_end_is_not_read_to_it(head: str) -> None:
 
     server = await asyncio.start_server(endless, "127.0.0.1", 0)
     client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", name="one")
-    for limit in (None, 1 << 20):
-        with pytest.raises(EngineError, match=f"more than {limit or 4 << 20} bytes; april stops reading"):
-            await client.call("GET", "/x", limit=limit)
+    for options, limit in (({}, 4 << 20), ({"limit": 1 << 20}, 1 << 20)):
+        with pytest.raises(EngineError, match=f"more than {limit} bytes; april stops reading"):
+            await client.call("GET", "/x", **options)
     await client.close()
     server.close()
     await until(lambda: over == 2)

@@ -12,7 +12,7 @@ from fake_servers.base import ControlFault, PlannedControlFault, PlannedFault, R
 from fake_servers.vllm import FakeVllmServer
 from msgspec.structs import replace
 from real_schedulers import reward
-from server_fixtures import PROMPT, ServerThread, facts_of, request, served, settings, until
+from server_fixtures import PROMPT, ServerThread, facts_of, request, saved, served, settings, until
 
 import april
 from april.core.versions import PolicyVersion
@@ -24,12 +24,6 @@ from april.errors import ConfigError, EngineError, WireError
 KEEP, RECOMPUTE = OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE
 V0, V1, V2 = (PolicyVersion(0, n) for n in range(3))
 LONG = 10**6
-
-
-def saved(directory: Path, name: str) -> str:
-    (directory / name).mkdir(exist_ok=True)
-    (directory / name / "model.safetensors").write_bytes(b"")
-    return str(directory / name)
 
 
 def kept(in_flight: OnWeightUpdate = KEEP, **more: Any) -> Request:

@@ -151,7 +151,7 @@ DOCTORED: dict[str, dict[str, bytes]] = {
 def test_doctor(what: str) -> None:
     """Nor in its report, nor in its JSON."""
     routes = DOCTORED.get(what)
-    patience = TimeLimits(total_s=60.0, reach_s=60.0, answer_s=60.0)
+    patience = TimeLimits(60.0, 60.0)
     with raw_server(lambda path: ANSWERS[what] if routes is None else routes.get(path, http(404))) as server:
         report = asyncio.run(examine_urls([server.url], KEY, patience))
     out = io.StringIO()

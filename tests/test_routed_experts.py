@@ -18,7 +18,7 @@ from fake_servers.base import Experts, PlannedFault, RequestFault
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from numpy.typing import NDArray
-from server_fixtures import BOTH, PROMPT, begun, facts_of, read, request, served, until, update
+from server_fixtures import BOTH, PROMPT, begun, facts_of, read, request, saved, served, until, update
 
 import april
 from april.core.engine_limits import LimitCode
@@ -28,7 +28,6 @@ from april.engines.fit import why_unfit
 from april.engines.http.token_rows import (
     InvalidRows,
     Routing,
-    experts_of_npy,
     experts_of_numbers,
     narrow_ids,
     routing_of,
@@ -76,10 +75,7 @@ async def test_a_resumed_request_brings_the_rows_that_are_missing(kind: str, tmp
         cut = await first
         assert cut.finish is EngineFinish.ABORT
         there.go_on()
-        weights = tmp_path / "w1"
-        weights.mkdir()
-        (weights / "model.safetensors").touch()
-        await update(engine, PolicyVersion(0, 1), str(weights))
+        await update(engine, PolicyVersion(0, 1), saved(tmp_path, "w1"))
         conversation = PROMPT + cut.tokens
         again = await read(
             engine, request(conversation, 8, extras=ROWS, extras_from=len(cut.extras["routed_experts"]))
@@ -144,9 +140,9 @@ WRONG: list[tuple[str, Said, str]] = [
     ("vllm", lambda run, rows: npy(rows.astype(np.float32)), "and type float32, but rows of ids per layer are needed"),
     ("vllm", lambda run, rows: npy(rows[:, :, 0].astype(np.uint16)), "but rows of ids per layer are needed"),
     ("vllm", lambda run, rows: base64.b64encode(b"\x93NUMPY\x01\x00").decode(), "that are not a numpy array"),
-    ("vllm", lambda run, rows: npy(rows.astype(np.uint16), shape=(10**15, 3, 2)), "of shape (1000000000000000, 3, 2)"),
-    ("vllm", lambda run, rows: npy(rows.astype(np.uint16), shape=(-1, 3, 2)), "of shape (-1, 3, 2)"),
-    ("vllm", lambda run, rows: npy(rows.astype(np.uint16), descr="|O"), "type object"),
+    ("vllm", lambda run, rows: npy(rows.astype(np.uint16), shape=(10**15, 3, 2)), "that are not a numpy array"),
+    ("vllm", lambda run, rows: npy(rows.astype(np.uint16), shape=(-1, 3, 2)), "that are not a numpy array"),
+    ("vllm", lambda run, rows: npy(rows.astype(np.uint16), descr="|O"), "that are not a numpy array"),
 ]
 
 
@@ -172,14 +168,6 @@ def test_an_id_beyond_the_experts_of_the_model() -> None:
     for experts, words in ((7, "the expert 7, but experts are numbered from 0 to 6"), (70_000, "the expert 7")):
         with pytest.raises(InvalidRows, match=words):
             narrow_ids(rows, experts)
-
-
-def test_rows_by_columns() -> None:
-    """An array that was written column by column is read as what it was."""
-    rows = np.asfortranarray(np.arange(24, dtype=np.uint8).reshape(4, 3, 2))
-    file = io.BytesIO()
-    np.save(file, rows)
-    assert np.array_equal(experts_of_npy(base64.b64encode(file.getvalue()).decode()), rows)
 
 
 def test_no_rows_at_all_are_rows() -> None:

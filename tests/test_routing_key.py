@@ -53,14 +53,6 @@ async def test_off_sends_no_key(kind: str) -> None:
     assert not any(await keys_sent(kind, routing_key="off"))
 
 
-async def test_a_key_never_replaces_the_id_by_which_a_request_is_aborted() -> None:
-    """vLLM takes its request's id from X-Request-Id, if that is there."""
-    async with served("vllm") as (server, engine):
-        await read(engine, replace(request(max_tokens=2), sample_key=(3, 0)))
-        (run,) = server.runs
-        assert "X-Request-Id" not in run.headers
-
-
 @asynccontextmanager
 async def two_behind_a_router(**engine: Any) -> AsyncIterator[Any]:
     servers = [FakeSglangServer() for _ in range(2)]

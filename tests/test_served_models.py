@@ -309,4 +309,4 @@ async def test_the_doctor_says_it(kind: str) -> None:
         assert weights.advice.startswith("load a new adapter") or kind == "openai"
         report = await examine_config(config(kind, url, model=base), TimeLimits())
         assert report.verdict is not Verdict.UNUSABLE
-        assert any("none of its adapters (policy)" in change for change in report.servers[0].changes)
+        assert any("none of its adapters (policy)" in limit.sentence for limit in report.servers[0].limits)

@@ -431,26 +431,6 @@ async def test_a_retracted_request_loses_less_than_an_interval() -> None:
             assert got.tokens == uncut(PROMPT, mean_length=LONG)[0][:expected]
 
 
-async def test_what_the_server_refuses_is_refused() -> None:
-    """In all three shapes of its errors, streamed or not, the sentence of the server is in ours."""
-    for incremental in (True, False):
-        async with served("sglang", incremental=incremental, stepped=True) as (server, engine):
-            asked = request()
-            first = asyncio.create_task(read(engine, asked))
-            await until(lambda server=server: server.waiting == 1)
-            # the same id again, behind the back of april's own books
-            engine._admission._inside.discard(asked.attempt_id)
-            got = await read(engine, asked)
-            assert type(got.error) is RequestRefused
-            assert "Duplicate request ID" in str(got.error)
-            server.params = frozenset()
-            got = await read(engine, request())
-            assert type(got.error) is RequestRefused
-            assert "Unexpected keyword argument" in str(got.error)
-            server.go_on()
-            await first
-
-
 async def test_sampling_is_explicit_and_eos_is_kept() -> None:
     """Nothing is left to the server's defaults; min_tokens and stop ids are honoured; EOS is in the tokens."""
     async with served("sglang", mean_length=3) as (server, engine):

@@ -52,22 +52,6 @@ async def test_a_pause_asks_again_and_gives_up_before_the_driver_does() -> None:
     assert asyncio.get_running_loop().time() - began == PAUSE_DEADLINE_S < 30
 
 
-async def test_a_pause_survives_one_abort_that_fails() -> None:
-    """vLLM's abort call breaks with its connection, twice; the pause is made all the same, and nothing is lost."""
-    async with served("vllm", stepped=True, mean_length=LONG) as (server, engine):
-        engine._abort_again_s = 0.01
-        reading = await begun(server, read(engine, request()))
-        server.step(3)
-        server.without = ("/abort_requests",)
-        pausing = asyncio.create_task(engine.pause())
-        for _ in range(20):
-            await asyncio.sleep(0)
-        server.without = ()
-        await pausing
-        got = await reading
-        assert (got.finish, len(got.tokens)) == (EngineFinish.ABORT, 3)
-
-
 @pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "answer lost"])
 @pytest.mark.parametrize(("kind", "route"), [("vllm", "/pause"), ("sglang", "/pause_generation")])
 async def test_an_update_that_breaks_off_at_its_pause_leaves_no_server_paused(

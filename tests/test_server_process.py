@@ -52,6 +52,7 @@ def world(kind: str) -> Any:
         ("process_start_time_seconds", None),
         ('process_start_time_seconds{host="a"}', None),
         ("", None),
+        *((f"process_start_time_seconds {value}", None) for value in ("NaN", "+Inf", "-1", "many")),
     ],
 )
 def test_lines_of_metrics(line: str, started_s: float | None) -> None:

@@ -132,23 +132,6 @@ async def test_eighty_requests_cut_and_continued_equal_the_uncut_ones(own_loop: 
 
 
 @both_loops
-async def test_a_burst_of_aborts_ends_all(own_loop: bool) -> None:
-    """300 at once; those named end with what they have, the others live."""
-    async with world(own_loop, mean_length=10_000) as w:
-        await w.there(lambda: w.llm.limit(3))
-        asked = [request([*PROMPT, i], 50) for i in range(300)]
-        tasks = [asyncio.create_task(read(w.engine, a)) for a in asked]
-        await w.until(lambda: w.llm.stopped == 300)
-        await w.engine.abort([a.attempt_id for a in asked[:100]] + ["unknown"])
-        first = await asyncio.gather(*tasks[:100])
-        assert {(len(a.tokens), a.finish) for a in first} == {(3, EngineFinish.ABORT)}
-        assert not any(task.done() for task in tasks[100:])
-        await w.engine.abort()
-        assert {a.finish for a in await asyncio.gather(*tasks[100:])} == {EngineFinish.ABORT}
-        assert not w.llm.open_requests
-
-
-@both_loops
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("release", [32, 33])
 async def test_pause_ends_requests_that_are_just_being_handed_over(own_loop: bool, release: int, stream: bool) -> None:
@@ -534,15 +517,6 @@ async def test_images_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
         assert isinstance(got.error, WireError)
         assert "as 9 tokens, but it has 8; does the server's processor" in str(got.error)
         assert not got.tokens
-
-
-async def test_a_text_model_in_process_is_shown_no_images() -> None:
-    """It would answer as if there were none."""
-    async with world() as w:
-        assert w.engine.capabilities.attachments == ()
-        got = await read(w.engine, shown(b"x"))
-        assert isinstance(got.error, RequestRefused)
-        assert not w.llm.runs
 
 
 async def test_a_prompt_has_a_salt_per_engine_and_version() -> None:

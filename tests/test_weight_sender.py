@@ -255,7 +255,7 @@ def test_one_of_two_engines_fails(phase: str, how: str) -> None:
     assert list(desk.sender.left_out) == ["bad"]
     fate = desk.sender.left_out["bad"]
     assert fate.why.startswith(f"engine bad failed {SAYS[phase]}")
-    assert fate.partially_updated == (phase in ("receive", "finish") or (phase == "begin" and how != "refuses"))
+    assert fate.torn == (phase in ("receive", "finish") or (phase == "begin" and how != "refuses"))
     assert desk.got_all(good)
     assert bad.asked.count(phase) == 1 + (phase == "receive")
     assert all(group.closed for group in desk.groups[:-1])
@@ -267,7 +267,7 @@ def test_the_only_engine_fails(phase: str) -> None:
     desk = Desk(Receiver("only", fails=(phase, "refuses", 0)))
     with pytest.raises(EngineError, match=f"engine only failed {SAYS[phase].replace('tensor b', 'tensor a')}"):
         desk.send()
-    assert desk.sender.left_out["only"].partially_updated == (phase in ("receive", "finish"))
+    assert desk.sender.left_out["only"].torn == (phase in ("receive", "finish"))
     assert desk.engines[0].asked[-1] == "leave"
 
 
@@ -315,7 +315,7 @@ def test_what_an_engine_got_in_an_earlier_round_counts(fails: Any, weights: tupl
     sentence =rf"engine bad failed to receive tensor b.*{said}"
     with pytest.raises(EngineError, match=sentence):
         desk.send(*weights)
-    assert {name: fate.partially_updated for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
+    assert {name: fate.torn for name, fate in desk.sender.left_out.items()} == {"bad": True, "good": True}
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -369,7 +369,7 @@ def test_what_the_weights_raise_is_raised() -> None:
         desk = Desk(Receiver("a"))
         with pytest.raises(OSError, match="offloaded"):
             desk.send(weights(good))
-        assert {n: f.partially_updated for n, f in desk.sender.left_out.items()} == {"a": torn}
+        assert {n: f.torn for n, f in desk.sender.left_out.items()} == {"a": torn}
         assert desk.engines[0].asked[-1] == "leave"
 
 

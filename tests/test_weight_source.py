@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from april.errors import ConfigError
-from april.weights.source import Bucket, WeightSource, weight_source
+from april.weights.source import Bucket, WeightSource
 
 
 @pytest.fixture
@@ -124,37 +124,6 @@ def test_sharded_parameters_are_whole(one_rank: None, tmp_path: Path) -> None:
     assert torch.equal(sent([("w", distribute_tensor(column, mesh, [Shard(1)]))])["w"], column)
 
 
-def test_another_rank_keeps_nothing(one_rank: None) -> None:
-    """It takes part in every gathering and has no bucket."""
-    mesh = init_device_mesh("cpu", (1,))
-    model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
-    source, sender = WeightSource(model, bucket_bytes=64), WeightSource(model, bucket_bytes=64)
-    gathered: list[tuple[int, ...]] = []
-
-    class Counted:
-        """A parameter that says when it is put together."""
-
-        def __init__(self, tensor: Any) -> None:
-            self.tensor = tensor
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.tensor, name)
-
-        def detach(self) -> Counted:
-            return Counted(self.tensor.detach())
-
-        def full_tensor(self) -> Any:
-            gathered.append(tuple(self.tensor.shape))
-            return self.tensor.full_tensor()
-
-    for portion, other in zip(source.ungathered_buckets(), sender.ungathered_buckets(), strict=True):
-        assert portion.digest() == other.digest()
-        for item in portion.items:
-            object.__setattr__(item, "tensor", Counted(item.tensor))
-        source.gather_for_others(portion)
-    assert gathered == [(4, 4), (4,)]
-
-
 def test_ranks_that_hold_other_tensors_differ_before_they_gather() -> None:
     """Name, shape and dtype of each, and the end: where one differs, a collective would hang."""
 
@@ -254,12 +223,6 @@ def test_the_rest_of_a_generator_is_not_all() -> None:
         WeightSource(ended)
 
 
-def test_a_source_stays_what_it_is() -> None:
-    """What weight_update makes of its argument is not made twice."""
-    source = weight_source({"w": torch.ones(2)})
-    assert weight_source(source) is source
-
-
 class PeftModel(torch.nn.Linear):
     """Named as PEFT names its own."""
 
@@ -284,8 +247,8 @@ class Quantized(torch.nn.Linear):
         ([], "there are no tensors"),
         (torch.nn.ReLU(), "ReLU has no parameters"),
         ([torch.ones(3)], r"item 0 is a Tensor instead of \(name, tensor\)"),
-        ([("a", torch.ones(1)), ("b",)], "item 1 is a tuple of 1"),
-        ({"a": torch.ones(1), 3: torch.ones(1)}, "item 1 is a tuple of 2"),
+        ([("a", torch.ones(1)), ("b",)], "item 1 is a tuple instead of"),
+        ({"a": torch.ones(1), 3: torch.ones(1)}, "item 1 is a tuple instead of"),
         ({"a": [1.0]}, "a is a list, not a tensor of torch"),
         ([("a", torch.ones(1)), ("a", torch.ones(1))], "a is given twice"),
         ({"a": torch.empty(2, device="meta")}, "a is on the meta device, where tensors have no values"),
@@ -323,8 +286,3 @@ def test_an_iterator_is_refused_where_it_goes_wrong(pairs: list[Any], words: str
     source = WeightSource(iter(pairs))
     with pytest.raises(ConfigError, match=words):
         list(source.buckets())
-
-
-def test_buckets_have_a_size() -> None:
-    with pytest.raises(ConfigError, match="bucket_bytes must be at least 1"):
-        WeightSource({"w": torch.ones(1)}, bucket_bytes=0)

@@ -60,8 +60,6 @@ class LimitCode(StrEnum):
     RAW_LOGPROBS = "raw logprobs", "log-probabilities are right at temperatures other than 1"
     UNKNOWN_LOGPROBS = "unknown logprobs", "log-probabilities are right at temperatures other than 1"
     UNKNOWN_EOS = "unknown eos", "april stops each response at its end"
-    UNSEEN_EOS = "unseen eos"
-    """The EOS ids are known, but no response of the server was seen to contain one."""
     EARLY_STOP = "early stop"
     """Stop tokens other than EOS may end a response before min_tokens."""
     NO_SEEDS = "no seeds"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +17,6 @@ from april.doctor.reach import (
     not_probed,
     paused_finding,
     resting_finding,
-    router_findings,
     router_settings,
     why_no_http,
     why_unreachable,
@@ -26,6 +25,7 @@ from april.engines.fit import why_unfit
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import ServerFacts, api_key
 from april.engines.kinds.identify import SETTINGS, VERSION_CHARS, Identity, ServerKind, identify, probe, why_silent
+from april.engines.sglang.router import require_same_workers
 from april.errors import ConfigError, EngineBusy, EngineError
 from april.text.server_text import clean
 
@@ -52,8 +52,6 @@ _COMMON: tuple[tuple[str, Callable[[ServerFacts], Any], Level, str, str], ...] =
         "EOS ids", lambda s: s.capabilities.eos_token_ids, Level.LIMITED, _SAME_MODEL,
         "a response ends in the same way at every server",
     ),
-    ("context", lambda s: s.capabilities.max_context, Level.REMARK, "april uses the shortest context", ""),
-    ("weight version", lambda s: s.label, Level.REMARK, "april's first weight update makes them equal", ""),
     (
         "log-probabilities", lambda s: s.capabilities.logprob_kind, Level.LIMITED,
         "start all servers with the same flags",
@@ -76,10 +74,8 @@ class TimeLimits:
 
     total_s: float = 15.0
     """Limit for the whole examination."""
-    reach_s: float = 4.0
-    """Limit for resolving a name, and for opening a connection."""
-    answer_s: float = 4.0
-    """Limit for one response while the kind of the server is being found out."""
+    each_s: float = 4.0
+    """Limit for opening a connection, and for one response while the kind of the server is being found out."""
 
 
 async def examine_urls(urls: Sequence[str], key: str | None, time_limits: TimeLimits) -> Report:
@@ -125,9 +121,8 @@ class Examination:
         self._time_limits = time_limits
 
     async def run(self) -> None:
-        """Examine the server and add the results to ``found``."""
         client = HttpClient(
-            self.found.url, name=self.name, api_key=self._key, connect_timeout_s=self._time_limits.reach_s
+            self.found.url, name=self.name, api_key=self._key, connect_timeout_s=self._time_limits.each_s
         )
         try:
             trouble = await self._identify(client)
@@ -147,7 +142,6 @@ class Examination:
             await client.close()
 
     def _unreported_advice(self) -> str:
-        """Return advice for a server that does not report a value which april needs."""
         if self._settings is not None or self.identity is None:
             return ""
         engine = f"engine: {{kind: {self.identity.kind.value}, urls: [{self.found.url}], ...}}"
@@ -160,14 +154,14 @@ class Examination:
         self.found.findings.append(missing("time", sentence, advice))
 
     async def _identify(self, client: HttpClient) -> Finding | None:
-        url, time_limits = self.found.url, self._time_limits
-        trouble = await why_unreachable(url, time_limits.reach_s)
+        url, each_s = self.found.url, self._time_limits.each_s
+        trouble = await why_unreachable(url, each_s)
         if trouble is not None:
             return trouble
         try:
-            self.identity = await identify(client, time_limits.answer_s)
+            self.identity = await identify(client, each_s)
         except EngineError as error:
-            return await why_no_http(url, error, time_limits.answer_s)
+            return why_no_http(url, error, each_s)
         return None
 
     async def _examine(self, client: HttpClient, identity: Identity) -> None:
@@ -176,7 +170,7 @@ class Examination:
         if stop is not None:
             found.findings.append(stop)
             return
-        why = await why_silent(client, identity.kind, self._time_limits.answer_s)
+        why = await why_silent(client, identity.kind, self._time_limits.each_s)
         if why:
             found.findings.append(paused_finding(found.url, identity.kind, why))
             return
@@ -197,19 +191,15 @@ class RouterExamination(Examination):
     """Examines the router that a configuration names."""
 
     async def _examine(self, client: HttpClient, identity: Identity) -> None:
-        self.found.findings += router_findings(identity, self._settings)
-
-
-async def unfinished(tasks: Iterable[asyncio.Task[None]], seconds: float) -> set[asyncio.Task[None]]:
-    """Wait up to ``seconds`` for the tasks, and return those that have not finished."""
-    return (await asyncio.wait(tasks, timeout=seconds))[1]
+        await require_same_workers(client, self._settings)
+        self.found.findings.append(Finding("workers", Level.OK, "the router's workers are those of engine.urls"))
 
 
 async def _run(examinations: Sequence[Examination], time_limits: TimeLimits) -> Report:
     """Run all examinations concurrently, until they finish or the time limit is reached."""
     began = time.monotonic()
     tasks = {asyncio.create_task(e.run()): e for e in examinations}
-    late = await unfinished(tasks, time_limits.total_s)
+    _, late = await asyncio.wait(tasks, timeout=time_limits.total_s)
     for task in late:
         task.cancel()
         tasks[task].note_timeout()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -57,32 +57,16 @@ class ServerReport:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict by the worst finding."""
         return verdict_of(self.findings)
 
     @property
-    def changes(self) -> list[str]:
-        """One sentence for each limit."""
-        return [limit.sentence for limit in self.limits]
-
-    @property
     def flags(self) -> list[str]:
-        """Flags and variables of the server that are needed for exactness."""
-        return _unique(finding.flags for finding in self.findings if finding.level is Level.LIMITED)
-
-    @property
-    def optional_flags(self) -> list[str]:
-        """Other flags named by ``limits``, for speed or reproducible runs."""
-        return [flag for flag in _unique(limit.flags for limit in self.limits) if flag not in self.flags]
+        """Flags and variables of the server that are needed for exactness, each once."""
+        limited = [finding for finding in self.findings if finding.level is Level.LIMITED]
+        return list(dict.fromkeys(flag for finding in limited for flag in finding.flags))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return asdict(self) | {
-            "verdict": self.verdict.value,
-            "changes": self.changes,
-            "flags": self.flags,
-            "optional_flags": self.optional_flags,
-        }
+        return asdict(self) | {"verdict": self.verdict.value, "flags": self.flags}
 
 
 @dataclass(slots=True)
@@ -97,7 +81,6 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict by the worst of all findings."""
         return verdict_of(self.all)
 
     @property
@@ -111,7 +94,6 @@ class Report:
         return list(dict.fromkeys(f.promise for f in self.all if f.level is Level.LIMITED))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
         return {
             "verdict": self.verdict.value,
             "usable": self.verdict is not Verdict.UNUSABLE,
@@ -121,10 +103,6 @@ class Report:
             "engine_settings": self.engine_settings,
             "seconds": round(self.seconds, 2),
         }
-
-
-def _unique(flags: Iterable[tuple[str, ...]]) -> list[str]:
-    return list(dict.fromkeys(flag for some in flags for flag in some))
 
 
 def verdict_of(findings: Sequence[Finding]) -> Verdict:

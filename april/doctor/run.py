@@ -28,13 +28,11 @@ _MARK = {
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the report on a console."""
     for part in parts(report):
         console.print(part, highlight=False, soft_wrap=isinstance(part, Text))
 
 
 def parts(report: Report) -> Iterator[RenderableType]:
-    """Yield the parts of the printed report from top to bottom."""
     yield Text(_headline(report), style=_STYLE[report.verdict])
     if report.verdict is Verdict.LIMITED:
         for promise in report.not_promised:
@@ -51,8 +49,6 @@ def parts(report: Report) -> Iterator[RenderableType]:
             yield from (Padding(Text(remark.sentence), (0, 0, 0, 3)) for remark in remarks)
         if server.flags:
             yield Text(f"  Flags and variables that exact results need: {' '.join(server.flags)}")
-        if server.optional_flags:
-            yield Text(f"  Optional, for speed or repeatable runs: {' '.join(server.optional_flags)}")
     if report.together:
         yield ""
         configured = any(finding.subject == CONFIGURATION for finding in report.together)

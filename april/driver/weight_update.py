@@ -92,8 +92,7 @@ class WeightUpdate:
         """Engines that did not get all weights that were sent; None if this is unknown."""
         if self.sender is None or not self.sender.outcome_known:
             return None
-        left_out = self.sender.left_out.items()
-        return tuple(ev.TransferFailure(name, failure.why, failure.partially_updated) for name, failure in left_out)
+        return tuple(self.sender.left_out.values())
 
     def fail(self, error: BaseException) -> None:
         """End the update with an error, unless it has ended."""

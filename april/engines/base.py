@@ -33,7 +33,6 @@ class EngineBase:
 
     @property
     def _status(self) -> str:
-        """Return "closed" or "paused", or an empty text."""
         return "closed" if self._closed else "paused" if self._paused else ""
 
     def _require_paused(self, *, stopped: bool = True) -> None:
@@ -49,15 +48,12 @@ class VersionedEngine(EngineBase):
         self._version = version
 
     async def pause(self) -> None:
-        """Note the pause."""
         self._paused = True
 
     async def resume(self) -> None:
-        """Note the end of the pause."""
         self._paused = False
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-        """Note the version of the weights."""
         self._version = version
 
 

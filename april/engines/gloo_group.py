@@ -51,7 +51,6 @@ class GlooReceiver:
         self._process_group = gloo_group(group_keys(store, group, "cpu"), rank, world_size, here, timeout_s)
 
     def receive(self, specs: Sequence[TensorSpec]) -> list[tuple[str, Any]]:
-        """Receive the tensors of the next bucket."""
         import torch
 
         found = [(spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))) for spec in specs]
@@ -62,7 +61,6 @@ class GlooReceiver:
         return found
 
     def close(self) -> None:
-        """Leave the group."""
         self._process_group = None
 
 

@@ -160,7 +160,6 @@ class AdapterDirectories:
                 self._written.remove(made)
 
     def close(self) -> None:
-        """Remove all directories; idempotent."""
         if self._root is not None:
             shutil.rmtree(self._root, ignore_errors=True)
         self._root = None

@@ -72,5 +72,4 @@ class AdapterUpdates:
         )
 
     def close(self) -> None:
-        """Remove all directories; idempotent."""
         self._directories.close()

@@ -16,6 +16,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from april.core.events import TransferFailure
 from april.engines.protocol import Engine
 from april.engines.weight_transfer import Handshake, ReceivesWeights, TakesTensors, TensorSpec
 from april.errors import AprilError, ConfigError, EngineError, EngineUnreachable
@@ -47,42 +48,16 @@ StartCalls = Callable[[Sequence[Coroutine[Any, Any, tuple[Any, Exception | None]
 """Starts calls on april's loop and returns their pending results."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineWithoutWeights:
-    """An engine that did not get the weights."""
-
-    why: str
-    """One sentence that names engine, phase and tensor."""
-    partially_updated: bool
-    """True if the engine may have only some of the weights, and so no valid version; False if it kept its old ones."""
-
-
 class _RoundFailed(Exception):
     """Raised when engines have failed during a round."""
 
 
 @dataclass(slots=True)
 class _EngineGroup:
-    """The engines that share one group."""
-
     backend: str
     handshake: Handshake
     engines: list[str]
     group: Group | None = None
-
-
-@dataclass(slots=True)
-class _PhaseCalls:
-    """The calls to all engines in one phase, by engine."""
-
-    phase: str
-    """Name of the phase, for an error message of the form "engine E failed <phase>"."""
-    pending: dict[str, PendingCall]
-
-    def errors(self) -> dict[str, Exception]:
-        """Return the errors that have arrived so far, by engine."""
-        ended = {name: answer.result()[1] for name, answer in self.pending.items() if answer.done()}
-        return {name: error for name, error in ended.items() if error is not None}
 
 
 @dataclass(slots=True)
@@ -100,7 +75,7 @@ class WeightSender:
     limit_s: float
     open_group: Callable[..., Any] = open_group
     now: Callable[[], float] = time.monotonic
-    left_out: dict[str, EngineWithoutWeights] = field(default_factory=dict)
+    left_out: dict[str, TransferFailure] = field(default_factory=dict)
     """Engines that did not get the weights; all other engines of the transfer have all of them."""
     outcome_known: bool = True
     """True if ``left_out`` is correct; False during a transfer, and after one whose end was interrupted."""
@@ -164,12 +139,13 @@ class WeightSender:
 
 
 class _Round:
-    """One attempt to send all weights to some engines."""
-
     def __init__(self, sender: WeightSender, names: Sequence[str], source: Weights) -> None:
         self._sender, self._names, self._source = sender, list(names), source
         self._groups: list[_EngineGroup] = []
-        self._calls = _PhaseCalls("to begin", {})
+        self._phase = "to begin"
+        """Name of the present phase, for an error message of the form "engine E failed <phase>"."""
+        self._pending: dict[str, PendingCall] = {}
+        """Calls to the engines in the present phase."""
         self._started = self._tensors_sent = False
         self._left_group: dict[str, bool] = {}
         self.source_read = False
@@ -256,7 +232,6 @@ class _Round:
     def _call_all(
         self, phase: str, call: Callable[[str], Coroutine[Any, Any, Any]], names: Sequence[str]
     ) -> dict[str, Any]:
-        """Make a call to each engine and return the answers."""
         return self._call_with_local_work(phase, call, names, lambda check: None)
 
     def _call_with_local_work(
@@ -265,12 +240,12 @@ class _Round:
     ) -> dict[str, Any]:  # fmt: skip
         """Make a call to each engine, do ``local_work`` (the sender's part) at the same time, return the answers."""
         sender = self._sender
-        started = [_with_time_limit(call(name), name, phase, sender.limit_s) for name in names]
-        self._calls = calls = _PhaseCalls(phase, dict(zip(names, sender.start_calls(started), strict=True)))
+        started = [_with_time_limit(call(name), sender.limit_s) for name in names]
+        self._phase, self._pending = phase, dict(zip(names, sender.start_calls(started), strict=True))
         deadline = sender.now() + sender.limit_s
 
         def check() -> None:
-            if calls.errors():
+            if self._call_errors():
                 raise _RoundFailed
             if sender.now() > deadline:
                 raise EngineUnreachable(f"the engines failed {phase} within {sender.limit_s:g} s")
@@ -283,12 +258,20 @@ class _Round:
             if not self.failed_engines:
                 raise
             raise _RoundFailed from error
-        for answer in calls.pending.values():
-            answer.wait()
-        if calls.errors():
+        self._wait_for_calls()
+        if self._call_errors():
             self._find_failed_engines()
             raise _RoundFailed
-        return {name: answer.result()[0] for name, answer in calls.pending.items()}
+        return {name: answer.result()[0] for name, answer in self._pending.items()}
+
+    def _call_errors(self) -> dict[str, Exception]:
+        """Return the errors that have arrived so far in the present phase, by engine."""
+        ended = {name: answer.result()[1] for name, answer in self._pending.items() if answer.done()}
+        return {name: error for name, error in ended.items() if error is not None}
+
+    def _wait_for_calls(self) -> None:
+        for answer in self._pending.values():
+            answer.wait()
 
     def _find_failed_engines(self) -> None:
         """Close the groups, wait for the calls that are still running, and find the engines that made the round fail.
@@ -296,15 +279,13 @@ class _Round:
         These are the engines that do not answer. If all answer, these are the engines whose calls had failed before the
         sender gave up, because later errors come from workers that waited for the failed engines.
         """
-        calls = self._calls
-        first_failed = calls.errors()
+        first_failed = self._call_errors()
         self._close_groups()
-        for answer in calls.pending.values():
-            answer.wait()
-        failed = calls.errors()
+        self._wait_for_calls()
+        failed = self._call_errors()
         gone = [name for name, error in failed.items() if isinstance(error, EngineUnreachable)]
         self.failed_engines = gone or [name for name in failed if name in first_failed] or list(failed)
-        self._errors = {name: f"engine {name} failed {calls.phase}: {_error_text(e)}" for name, e in failed.items()}
+        self._errors = {name: f"engine {name} failed {self._phase}: {_error_text(e)}" for name, e in failed.items()}
 
     def _close_groups(self) -> None:
         for engine_group in self._groups:
@@ -315,9 +296,9 @@ class _Round:
     def leave_groups(self) -> None:
         """End a broken round: afterwards no call is running, and every engine that answers has left its group."""
         self._close_groups()
-        for answer in self._calls.pending.values():
-            answer.wait()
-        asked = [name for name in self._receivers if name not in self.failed_engines or not self._unreachable(name)]
+        self._wait_for_calls()
+        gone = [name for name, error in self._call_errors().items() if isinstance(error, EngineUnreachable)]
+        asked = [name for name in self._receivers if name not in self.failed_engines or name not in gone]
         answers = self._sender.start_calls([_leave_group(self._receiver(name), self._sender.limit_s) for name in asked])
         for name, answer in zip(asked, answers, strict=True):
             answer.wait()
@@ -331,19 +312,14 @@ class _Round:
             return self._tensors_sent
         return self._started and not self._left_group.get(name, False)
 
-    def _unreachable(self, name: str) -> bool:
-        return isinstance(self._calls.errors().get(name), EngineUnreachable)
-
-    def outcomes(self, names: Iterable[str]) -> dict[str, EngineWithoutWeights]:
+    def outcomes(self, names: Iterable[str]) -> dict[str, TransferFailure]:
         """Return why each of these engines lacks the weights, and whether it may have some of them."""
-        why = f"the transfer was interrupted when engines were {self._calls.phase}"
+        why = f"the transfer was interrupted when engines were {self._phase}"
         partial = self._sender.partially_updated
-        return {name: EngineWithoutWeights(self._errors.get(name, why), name in partial) for name in names}
+        return {name: TransferFailure(name, self._errors.get(name, why), name in partial) for name in names}
 
 
-async def _with_time_limit(
-    call: Coroutine[Any, Any, Any], name: str, phase: str, limit_s: float
-) -> tuple[Any, Exception | None]:
+async def _with_time_limit(call: Coroutine[Any, Any, Any], limit_s: float) -> tuple[Any, Exception | None]:
     limit = asyncio.timeout(limit_s)
     try:
         async with limit:
@@ -373,8 +349,8 @@ def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, AprilError) else f"{type(error).__name__}: {error}"
 
 
-def _failure_sentence(left_out: Mapping[str, EngineWithoutWeights]) -> str:
-    return "; ".join(engine.why for engine in left_out.values())
+def _failure_sentence(left_out: Mapping[str, TransferFailure]) -> str:
+    return "; ".join(failure.why for failure in left_out.values())
 
 
 def _reachable_address(addresses: Iterable[str]) -> str:

@@ -120,8 +120,6 @@ class WeightSource(Weights):
     def __init__(self, weights: Any, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         import torch
 
-        if bucket_bytes < 1:
-            raise ConfigError(f"weights: bucket_bytes must be at least 1, got {bucket_bytes}")
         self.bucket_bytes = bucket_bytes
         self.module = _unwrapped(weights) if isinstance(weights, torch.nn.Module) else None
         self._items = _items_of(weights)
@@ -229,7 +227,8 @@ def _checked(pairs: Iterable[Any]) -> Iterator[_SourceTensor]:
     seen: set[str] = set()
     for number, pair in enumerate(pairs):
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise ConfigError(f"weights: item {number} is {_type_text(pair)} instead of (name, tensor); {WHAT_TO_GIVE}")
+            got = type(pair).__name__
+            raise ConfigError(f"weights: item {number} is a {got} instead of (name, tensor); {WHAT_TO_GIVE}")
         name, tensor = pair
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"weights: {name} is a {type(tensor).__name__}, not a tensor of torch")
@@ -243,10 +242,6 @@ def _checked(pairs: Iterable[Any]) -> Iterator[_SourceTensor]:
 
 def _copied(item: _SourceTensor) -> _SourceTensor:
     return _SourceTensor(item.name, item.tensor.detach().clone())
-
-
-def _type_text(value: Any) -> str:
-    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (tuple, list)) else "")
 
 
 def _require_sendable(name: str, tensor: Any) -> None:

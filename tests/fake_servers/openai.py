@@ -54,7 +54,7 @@ class FakeOpenAIServer(FakeVllmServer):
     says_context: its list of models has the length of its context.
     kind: of which distribution the log-probabilities are.
     tokens_ahead: how many tokens it has made and not sent, at any time.
-    strips: ids that it keeps back when they end a response.
+    strips: it keeps the token back that ends a response.
     honours_seeds: another seed gives other tokens; if not, none is looked at.
     owner: ``owned_by`` of its models.
     common: of :class:`FakeVllmServer`.
@@ -64,7 +64,7 @@ class FakeOpenAIServer(FakeVllmServer):
 
     def __init__(
         self, *, gives_ids: bool = True, says_context: bool = True, kind: LogprobKind = LogprobKind.RAW,
-        tokens_ahead: int = 0, strips: frozenset[int] = frozenset(), honours_seeds: bool = True,
+        tokens_ahead: int = 0, strips: bool = False, honours_seeds: bool = True,
         owner: str | None = None, without: tuple[str, ...] = ("/version",), **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(developer=False, scale_out=False, logprobs=kind.value, without=without, **common)
@@ -85,16 +85,9 @@ class FakeOpenAIServer(FakeVllmServer):
         run.salt = f"/{body['seed']}" if drawn and self.honours_seeds else ""
         return run
 
-    def _make_token(self, run: FakeVllmRun) -> None:
-        forced = [int(i) for i, bias in (run.params.get("logit_bias") or {}).items() if bias > 50]
-        super()._make_token(run)
-        if forced:
-            run.ids[-1] = forced[0]
-            run.finish = run.stopped() if forced[0] == self.eos else run.finish
-
     def _kept_back(self, run: FakeVllmRun) -> bool:
         """Whether the token that ended the request is not in its answer."""
-        return run.ids[-1] in self.strips
+        return self.strips
 
     def _gives_ids(self, body: dict[str, Any]) -> bool:
         """Whether the answer to this request has the ids of its tokens."""
@@ -143,8 +136,6 @@ class FakeTrtllmServer(FakeOpenAIServer):
         """Somebody has called pause_generation() of its engine."""
         self.resumes_after: int | None = None
         """So many requests are answered so, and then somebody resumes it."""
-        self.starting = False
-        """The engine is still being loaded."""
         self.asked: Counter[str] = Counter()
         """Requests by route."""
         self.refused: list[str] = []
@@ -155,9 +146,6 @@ class FakeTrtllmServer(FakeOpenAIServer):
 
     async def _early(self, request: web.Request) -> web.StreamResponse | None:
         self.asked[request.path] += 1
-        if self.starting:
-            headers = {"x-trtllm-server-state": "starting", "Retry-After": "1"}
-            return web.json_response({"error": "the server is starting"}, status=503, headers=headers)
         if request.path != COMPLETIONS:
             return await super()._early(request)
         body = await request.json()

@@ -128,7 +128,6 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         self.images, self.names_images = images, names_images
         self.incremental, self.spans, self.labels = incremental, spans, labels
         self.logprobs = logprobs
-        self.params = KNOWN_PARAMS
         self.aborts: list[dict[str, Any]] = []
         """Bodies of the calls of ``/abort_request``."""
         self.updates: list[dict[str, Any]] = []
@@ -302,7 +301,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         params, ids = body.get("sampling_params", {}), body.get("input_ids")
         if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
             return {"object": "error", "message": "input_ids must be integers", "code": 400}
-        if unknown := sorted(set(params) - self.params):
+        if unknown := sorted(set(params) - KNOWN_PARAMS):
             return {"error": f"Unexpected keyword argument '{unknown[0]}'"}
         biased = [key for key in params.get("logit_bias", {}) if not 0 <= int(key) < self.vocab_size]
         if biased:

@@ -21,9 +21,9 @@ from april.errors import AprilError
 from april.testing.conformance import Report
 from tests.real_engines.commands import router_server, sglang_server, vllm_server
 from tests.real_engines.environments import ROOT, SGLANG, VLLM, environment
-from tests.real_engines.kill import NotKept, kill_one
+from tests.real_engines.kill import kill_one
 from tests.real_engines.models import CONTEXT, make_models
-from tests.real_engines.servers import Server, emptied, end, free_ports, program, running, until_ready
+from tests.real_engines.servers import NotKept, Server, emptied, end, free_ports, program, running, until_ready
 from tests.real_engines.suite import columns, test_column, test_in_process
 
 IN_PROCESS = "vllm in process"

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from tests.real_engines.commands import sglang_server, vllm_server
+from tests.real_engines.commands import server_of
 from tests.real_engines.environments import ROOT
 from tests.real_engines.models import CONTEXT, make_models
 from tests.real_engines.servers import free_ports, program, running, until_ready
@@ -35,16 +35,7 @@ def main(
     (port,) = free_ports(1)
     log = out / f"{kind}.log"
     with program():
-        if kind == "sglang":
-            server = sglang_server(
-                kind, models["first"], port, log, context=CONTEXT, in_flight=IN_FLIGHT, room=IN_FLIGHT * CONTEXT
-            )
-        elif kind == "vllm":
-            server = vllm_server(
-                kind, models["first"], port, log, open_routes=True, context=CONTEXT, in_flight=IN_FLIGHT
-            )
-        else:
-            raise typer.BadParameter(f"there are servers of kind vllm and sglang, not of kind {kind}")
+        server = server_of(kind, models["first"], port, log, context=CONTEXT, in_flight=IN_FLIGHT)
         with running([server]):
             until_ready([server])
             code = 0

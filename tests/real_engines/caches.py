@@ -20,8 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 import april
 from april.errors import ConfigError
 from tests.real_engines.environments import ROOT
-from tests.real_engines.keep import BOUND, Weights, metric, prompts_of, server_of
-from tests.real_engines.models import make_models
+from tests.real_engines.keep import BOUND, prompts_of, server_of
+from tests.real_engines.models import Updates, make_models
 from tests.real_engines.replay import Replay
 from tests.real_engines.servers import emptied, end, program, running, until_ready
 
@@ -42,7 +42,7 @@ def main(
     emptied(out)
     found: dict[str, Any] = {}
     with program():
-        weights = Weights(make_models(out / "models")["first"], out / "weights")
+        weights = Updates(make_models(out / "models")["first"], out / "weights")
         found["runs"] = figures = runs(weights, out)
         print(f"  {json.dumps(figures)}", flush=True)
         found[BY_TOKENS] = refused(weights, out)
@@ -54,7 +54,7 @@ def main(
     end(wrong)
 
 
-def runs(weights: Weights, out: Path) -> dict[str, Any]:
+def runs(weights: Updates, out: Path) -> dict[str, Any]:
     """Have the runs follow each other; return the largest error of each, and how much the cache has served."""
     server = server_of("runs", weights.model, out)
     errors, tokens, first = [], 0, 0
@@ -81,14 +81,14 @@ def runs(weights: Weights, out: Path) -> dict[str, Any]:
             errors.append(max(float(e.max()) for e in off))
             tokens += sum(len(e) for e in off)
             first += UPDATES
-        hits = metric(server, "vllm:prefix_cache_hits_total")
+        hits = server.metric("vllm:prefix_cache_hits_total")
     return {
         "largest error": max(errors), "by run": [f"{m} {e:.1e}" for m, e in zip(RUNS, errors, strict=True)],
         "tokens": tokens, "tokens found in the cache": hits,
     }  # fmt: skip
 
 
-def refused(weights: Weights, out: Path) -> str:
+def refused(weights: Updates, out: Path) -> str:
     """Return the sentence with which april refuses a connector that finds keys by tokens alone."""
     server = server_of(BY_TOKENS, weights.model, out)
     keys = {"shared_storage_path": str(out / "keys")}

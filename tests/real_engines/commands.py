@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+import typer
+
 from april.engines.vllm.plugin import BACKEND
 from tests.real_engines.environments import HERE, SGLANG, VLLM, environment, packaged
 from tests.real_engines.servers import Server
@@ -69,6 +71,16 @@ def sglang_server(
     ]  # fmt: skip
     settings = QUIET | {"PYTHONPATH": str(HERE / "sglang_on_cpu"), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     return Server(name, command, port, log, "/ready", settings)
+
+
+def server_of(kind: str, model: Path, port: int, log: Path, *, context: int, in_flight: int = 256) -> Server:
+    """A server of this kind, with all routes open; raises typer.BadParameter for another word."""
+    if kind == "vllm":
+        return vllm_server(kind, model, port, log, open_routes=True, context=context, in_flight=in_flight)
+    if kind == "sglang":
+        room = max(65536, in_flight * context)
+        return sglang_server(kind, model, port, log, context=context, in_flight=in_flight, room=room)
+    raise typer.BadParameter(f"there are servers of kind vllm and sglang, not of kind {kind}")
 
 
 def router_server(name: str, worker: Server, port: int, log: Path, metrics_port: int) -> Server:

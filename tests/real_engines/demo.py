@@ -8,15 +8,12 @@ used.
 from __future__ import annotations
 
 import asyncio
-import re
 import shutil
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,7 +35,7 @@ from benchmarks.demo.run import run_and_show
 from benchmarks.study import countdown as task
 from benchmarks.study.training import Settings
 from benchmarks.study.warmup import build_model
-from tests.real_engines.commands import sglang_server, vllm_server
+from tests.real_engines.commands import server_of
 from tests.real_engines.environments import ROOT
 from tests.real_engines.servers import Server, emptied, free_ports, program, running, until_ready
 
@@ -50,31 +47,25 @@ TICK_S = 0.01
 """Parts of time in which the busy slots are counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """What a server calls its own counts: Prometheus names, with a label where there are several series."""
-
-    tokens: str
-    steps: str
-
-
-COUNTERS = {
+STEPS = {
     # iterations of the engine that gave tokens
-    "vllm": Counters("vllm:generation_tokens_total", "vllm:iteration_tokens_total_count"),
+    "vllm": ("vllm:iteration_tokens_total_count", ""),
     # forward passes over running requests
-    "sglang": Counters("sglang:generation_tokens_total", 'sglang:cuda_graph_passes_total{mode="decode_none"}'),
+    "sglang": ("sglang:cuda_graph_passes_total", 'mode="decode_none"'),
 }
+"""By kind of server: name and label of its own count of decode steps."""
 
 
 class ServerStage(Stage):
-    """A stage whose engine is the server at ``url``, which loads its weights from directories below ``weights``."""
+    """A stage whose engine is ``server``, which loads its weights from directories below ``weights``."""
 
-    def __init__(self, settings: Settings, model: PreTrainedModel, url: str, weights: Path) -> None:
-        self._url = url
+    def __init__(self, settings: Settings, model: PreTrainedModel, server: Server, weights: Path) -> None:
+        self._server = server
         self._model = model
         self._weights = WeightsDirectory(weights)
-        self._counters = COUNTERS[settings.served]
-        self.engine = self._served = ServedEngine(settings, url, self._weights.write(model), self._count_from_here)
+        self._kind = settings.served
+        path = self._weights.write(model)
+        self.engine = self._served = ServedEngine(settings, server.url, path, self._count_from_here)
         self._began = 0.0
         self._counted = (0, 0)
 
@@ -99,9 +90,8 @@ class ServerStage(Stage):
 
     def _counts(self) -> tuple[int, int]:
         """(steps, tokens) of the server since its start."""
-        with urllib.request.urlopen(f"{self._url}/metrics", timeout=30.0) as reply:  # noqa: S310 - given by the user
-            text = reply.read().decode()
-        return _total(text, self._counters.steps), _total(text, self._counters.tokens)
+        tokens = self._server.metric(f"{self._kind}:generation_tokens_total")
+        return int(self._server.metric(*STEPS[self._kind])), int(tokens)
 
 
 class ServedEngine:
@@ -210,13 +200,6 @@ class InFlight:
         return [levels[i] for i in np.searchsorted(times, ticks, side="right")]
 
 
-def _total(metrics: str, wanted: str) -> int:
-    """Sum of a Prometheus counter over its series that have the label given in braces."""
-    name, _, label = wanted.rstrip("}").partition("{")
-    rows = re.findall(rf"^{re.escape(name)}(?:\{{([^}}]*)\}})? (\S+)$", metrics, re.MULTILINE)
-    return int(sum(float(value) for labels, value in rows if label in labels))
-
-
 # ---------------------------------------------------------------- the model as a directory
 
 
@@ -272,33 +255,24 @@ def main(kind: Annotated[str, typer.Argument(help="vllm or sglang")]) -> None:
     # its weights are replaced before the first token; what counts is the shape
     write_model(build_model(0, for_servers=True), out / "model")
     with program():
-        server = _server(kind, out, settings.slots)
+        (port,) = free_ports(1)
+        log = out / "server.log"
+        server = server_of(kind, out / "model", port, log, context=CONTEXT, in_flight=settings.slots)
         with running([server]):
             until_ready([server])
 
             def stage_of(settings: Settings, model: PreTrainedModel) -> Stage:
-                return ServerStage(settings, model, server.url, out / "weights")
+                return ServerStage(settings, model, server, out / "weights")
 
             holds = False
             try:
                 holds = run_and_show(settings, out, stage_of)
             except AprilError as error:
                 print(f"the demo failed: {error}", file=sys.stderr)
-            log = server.last_lines()
+            last_lines = server.last_lines()
     if not holds:
-        print(f"the end of the server's log:\n{log}", file=sys.stderr)
+        print(f"the end of the server's log:\n{last_lines}", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def _server(kind: str, out: Path, slots: int) -> Server:
-    (port,) = free_ports(1)
-    if kind == "sglang":
-        return sglang_server(kind, out / "model", port, out / "server.log", context=CONTEXT, in_flight=slots)
-    if kind == "vllm":
-        return vllm_server(
-            kind, out / "model", port, out / "server.log", open_routes=True, context=CONTEXT, in_flight=slots
-        )
-    raise typer.BadParameter(f"the demo runs on vllm or sglang, not on {kind}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -26,7 +25,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import april
@@ -34,47 +32,31 @@ from april.core.batch import DeliveredSample
 from april.core.versions import PolicyVersion
 from tests.real_engines.commands import sglang_server
 from tests.real_engines.environments import ROOT
-from tests.real_engines.models import CONTEXT, VOCAB_SIZE, make_experts
+from tests.real_engines.models import CONTEXT, VOCAB_SIZE, Updates, make_experts
 from tests.real_engines.servers import emptied, end, free_ports, program, running, until_ready
 
 NEAR = 1e-4
 """Difference of two numbers of a router, in float32 of the order of 1, within which rounding decides."""
 BOUND = 1e-4
 """Nats."""
-NOISE_OF_AN_UPDATE = 0.05
-"""Share of each weight matrix's standard deviation that an update adds at random."""
 NAME = "routed_experts"
 OTHERWISE = "layers of a token that another version routes otherwise"
 
 
-class Weights:
+class Weights(Updates):
     """A model after each update, as a directory, and its router's own choice."""
 
+    noise = 0.05
+
     def __init__(self, model: Path, where: Path) -> None:
-        self._model, self._where = model, where
+        super().__init__(model, where)
         self._loaded: dict[int, Any] = {}
 
     def load(self, n: int) -> Any:
-        """The model after ``n`` updates, in float32."""
+        """As the base class does, once."""
         if n not in self._loaded:
-            model: Any = AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32)
-            generator = torch.Generator().manual_seed(7)
-            with torch.no_grad():
-                for _ in range(n):
-                    for weight in model.parameters():
-                        if weight.ndim > 1:
-                            noise = torch.randn(weight.shape, generator=generator)
-                            weight.add_(noise, alpha=NOISE_OF_AN_UPDATE * float(weight.std()))
-            self._loaded[n] = model.eval()
+            self._loaded[n] = super().load(n)
         return self._loaded[n]
-
-    def directory(self, n: int) -> Path:
-        """Written when first asked for."""
-        target = self._where / f"update_{n}"
-        if not target.is_dir():
-            shutil.copytree(self._model, target)
-            self.load(n).save_pretrained(target)
-        return target
 
     def read(self, n: int, ids: list[int], top_k: int) -> tuple[Any, Any, Any]:
         """By transformers: the chosen experts [T, layers, k], how far the last of them is from the next [T, layers],

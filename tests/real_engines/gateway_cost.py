@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
 import statistics
 import subprocess
 import sys
@@ -24,7 +22,6 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -38,7 +35,6 @@ from tests.real_engines.scripted import ANSWER
 from tests.real_engines.servers import Server, emptied, program, running, until_ready
 
 SAYS = "the answer is 56, a tiny model counts to 7 and then to 49, then " * 4
-TICKS = os.sysconf("SC_CLK_TCK")
 MODEL_PROCESSES = ("EngineCore", "sglang::scheduler")
 CACHE = {
     "vllm": ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "/reset_prefix_cache"),
@@ -67,33 +63,14 @@ class Cost:
 
 def cpu_s(server: Server) -> tuple[float, float]:
     """CPU seconds of the processes of a server so far: those that run no model, and those that do."""
-    rest = model = 0.0
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text("utf-8").rpartition(")")[2].split()
-            name = (entry / "cmdline").read_bytes().decode(errors="replace")
-        except OSError:  # it has ended
-            continue
-        if int(fields[2]) == server.group:
-            spent = (int(fields[11]) + int(fields[12])) / TICKS
-            if any(mark in name for mark in MODEL_PROCESSES):
-                model += spent
-            else:
-                rest += spent
-    return rest, model
+    model = server.cpu_s(MODEL_PROCESSES)
+    return server.cpu_s() - model, model
 
 
 def counts(server: Server, kind: str) -> tuple[float, float]:
     """Prompt tokens, and those found in the cache, by the server's own count."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30.0) as reply:  # noqa: S310 - our own server
-        text = reply.read().decode()
-    found = [
-        sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
-        for name in CACHE[kind][:2]
-    ]
-    return found[0], found[1]
+    prompt, cached, _ = CACHE[kind]
+    return server.metric(prompt), server.metric(cached)
 
 
 def empty_cache(server: Server, kind: str) -> None:

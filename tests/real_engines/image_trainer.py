@@ -20,6 +20,7 @@ import april
 from april.core.batch import Batch, DeliveredSample
 from april.core.versions import PolicyVersion
 from tests.real_engines.image_models import image_processor
+from tests.real_engines.servers import NotKept
 
 BATCHES, GROUPS, SAMPLES = 6, 6, 6
 RESPONSE_LEN = 160
@@ -28,10 +29,6 @@ STOPS = (2, *range(300, 308))
 PROBES = 6
 BACK_S = 240.0
 """Longest wait for a server that was started anew, before the last batch."""
-
-
-class NotKept(Exception):
-    """A promise is broken; the message says which."""
 
 
 def main(where: Path, kind: str, urls: Sequence[str]) -> None:
@@ -125,15 +122,9 @@ def first_life(version: PolicyVersion) -> bool:
     return version.incarnation == 0
 
 
-def sent(rollouts: april.RolloutScheduler) -> dict[str, Any]:
+def sent(rollouts: april.RolloutScheduler) -> dict[str, dict[str, int]]:
     """By server: how often each image's bytes went there."""
-    found: dict[str, Any] = {}
-    for engine in rollouts.engines:
-        attachments: Any = engine.attachments  # type: ignore[attr-defined]
-        found[engine.name] = {
-            "times": dict(attachments.sendings), "bytes": attachments.bytes_sent, "requests": attachments.requests,
-        }  # fmt: skip
-    return found
+    return {engine.name: dict(engine.attachments.sendings) for engine in rollouts.engines}  # type: ignore[attr-defined]
 
 
 def write(path: Path, value: Any) -> None:

@@ -15,8 +15,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -39,7 +37,7 @@ from april.engines.protocol import Engine, Request
 from april.testing import conformance
 from april.testing.conformance import CHECKS, Outcome, Shown, Subject, Weights
 from tests.real_engines.commands import sglang_server, vllm_server
-from tests.real_engines.environments import ROOT, CannotInstall
+from tests.real_engines.environments import ROOT
 from tests.real_engines.image_models import (
     CONTEXT,
     IMAGE_PAD,
@@ -52,8 +50,8 @@ from tests.real_engines.image_models import (
     save_image_model,
     tokenizer,
 )
-from tests.real_engines.image_trainer import BATCHES, GROUPS, SAMPLES, NotKept
-from tests.real_engines.servers import Server, ServerFailed, free_ports, running, until_ready
+from tests.real_engines.image_trainer import BATCHES, GROUPS, SAMPLES
+from tests.real_engines.servers import NotKept, Server, emptied, free_ports, program, running, until_ready
 
 BOUND = 1e-4
 """Nats, float32 on both sides."""
@@ -74,17 +72,10 @@ def main(
     out: Annotated[Path, typer.Option(help="Where models, logs and figures go.")] = ROOT / "runs" / "images",
 ) -> None:
     """Some four minutes on two cores."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the servers are stopped then, too
     disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
-    where = out / kind
-    shutil.rmtree(where, ignore_errors=True)
-    where.mkdir(parents=True)
-    try:
-        found = run(kind, where)
-    except (CannotInstall, ServerFailed, NotKept) as error:
-        print(f"BROKEN: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+    with program():
+        found = run(kind, emptied(out / kind))
     (out / f"{kind}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     print(json.dumps(found, indent=1))
 
@@ -307,11 +298,9 @@ def sendings(where: Path) -> dict[str, dict[str, dict[str, int]]]:
     """How often images were sent with their bytes, by life of the trainer and server."""
     found: dict[str, dict[str, dict[str, int]]] = defaultdict(dict)
     for file in sorted(where.glob("sent-*.json")):
-        for server, said in json.loads(file.read_text("utf-8")).items():
-            times = list(said["times"].values())
+        for server, times in json.loads(file.read_text("utf-8")).items():
             found[file.stem][server] = {
-                "requests with images": said["requests"], "images": len(times), "sendings": sum(times),
-                "most per image": max(times, default=0), "bytes": said["bytes"],
+                "images": len(times), "sendings": sum(times.values()), "most per image": max(times.values(), default=0),
             }  # fmt: skip
     return dict(found)
 

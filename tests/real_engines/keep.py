@@ -13,10 +13,8 @@ Ends with status 1 if a token is off by more than BOUND, or what was to happen d
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +22,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import april
@@ -32,14 +30,12 @@ from april.core.batch import DeliveredSample
 from tests.real_engines.commands import vllm_server
 from tests.real_engines.environments import ROOT
 from tests.real_engines.going_on import NothingMoves, going_on
-from tests.real_engines.models import CONTEXT, VOCAB_SIZE, make_models
+from tests.real_engines.models import CONTEXT, VOCAB_SIZE, Updates, make_models
 from tests.real_engines.replay import Replay
 from tests.real_engines.servers import Server, emptied, free_ports, program, running, until_ready
 
 BOUND = 1e-4
 """Nats, float32 on both sides."""
-NOISE_OF_AN_UPDATE = 0.02
-"""Share of each weight matrix's standard deviation that an update adds at random."""
 LENGTHS = (200, 450, 1000, 3000)
 SIBLINGS = 4
 RESPONSE_LEN = 360
@@ -47,35 +43,6 @@ BLOCKS = 90
 """Of 128 tokens: the server holds less than half of what is in flight."""
 ASKED = 16
 MODES = ("resubmit", "keep", "recompute")
-
-
-class Weights:
-    """Directories of a model after so many updates; update 0 is the model itself."""
-
-    def __init__(self, model: Path, where: Path) -> None:
-        self.model, self._where = model, where
-
-    def directory(self, n: int) -> Path:
-        """Written when first asked for."""
-        if n == 0:
-            return self.model
-        target = self._where / f"update_{n}"
-        if not target.is_dir():
-            shutil.copytree(self.model, target)
-            self.load(n).save_pretrained(target)
-        return target
-
-    def load(self, n: int) -> Any:
-        """The model after ``n`` updates, in float32."""
-        model: Any = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32, use_safetensors=True)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for _ in range(n):
-                for weight in model.parameters():
-                    if weight.ndim == 2:
-                        noise = torch.randn(weight.shape, generator=generator)
-                        weight.add_(noise, alpha=NOISE_OF_AN_UPDATE * float(weight.std()))
-        return model.eval()
 
 
 def main(
@@ -90,7 +57,7 @@ def main(
     found: dict[str, Any] = {}
     wrong: list[str] = []
     with program(NothingMoves):
-        weights = Weights(make_models(out / "models")["first"], out / "weights")
+        weights = Updates(make_models(out / "models")["first"], out / "weights")
         for n in range(updates + 1):
             weights.directory(n)
         found["exact"] = {}
@@ -122,17 +89,10 @@ def prompts_of(lengths: Sequence[int], count: int) -> list[dict[str, Any]]:
     return [{"token_ids": rng.integers(3, VOCAB_SIZE, lengths[i % len(lengths)]).tolist()} for i in range(count)]
 
 
-def metric(server: Server, name: str) -> float:
-    """The sum of a metric of a server."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as page:  # noqa: S310 - our own server
-        lines = page.read().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
-
-
 # -------------------------------------------------------------------- exactness
 
 
-def exact(mode: str, weights: Weights, updates: int, out: Path) -> dict[str, Any]:
+def exact(mode: str, weights: Updates, updates: int, out: Path) -> dict[str, Any]:
     """Updates in mid-generation, several per batch; figures of the differences to a replay."""
     print(f"== exact: {mode}", flush=True)
     server = server_of(f"exact-{mode}", weights.model, out, blocks=BLOCKS)
@@ -160,8 +120,8 @@ def exact(mode: str, weights: Weights, updates: int, out: Path) -> dict[str, Any
                 print(f"  {batch}, {done} updates", flush=True)
             for _ in range(2):  # what was in flight at the last ones
                 samples += rollouts.next_batch().samples
-        preempted = metric(server, "vllm:num_preemptions_total")
-        salted = metric(server, "vllm:prefix_cache_hits_total")
+        preempted = server.metric("vllm:num_preemptions_total")
+        salted = server.metric("vllm:prefix_cache_hits_total")
     replay = Replay(weights.load, BOUND)
     replayed = [replay.of(sample) for sample in samples]
     errors, kept = (np.concatenate([getattr(r, name) for r in replayed]) for name in ("errors", "kept"))
@@ -213,7 +173,7 @@ def costs(contexts: Sequence[int], out: Path) -> dict[str, Any]:
     where = out / "mid"
     shutil.copytree(plain, where)
     model.save_pretrained(where)
-    weights = Weights(where, out / "mid-weights")
+    weights = Updates(where, out / "mid-weights")
     server = server_of("costs", where, out)
     found: dict[str, Any] = {}
     with running([server]):
@@ -225,7 +185,7 @@ def costs(contexts: Sequence[int], out: Path) -> dict[str, Any]:
     return found
 
 
-def cost(mode: str, context: int, weights: Weights, server: Server, times: int = 3) -> dict[str, float]:
+def cost(mode: str, context: int, weights: Updates, server: Server, times: int = 3) -> dict[str, float]:
     """Updates with two groups of four in flight; the mean of what each took."""
     config = april.Config(
         rollout_batch_size=2, n_samples_per_prompt=SIBLINGS, generation="continuous", on_weight_update=mode,
@@ -235,21 +195,8 @@ def cost(mode: str, context: int, weights: Weights, server: Server, times: int =
     with april.RolloutScheduler(config, prompts=prompts_of([context], 2), reward=lambda p, r: 0.0) as rollouts:
         return going_on(
             rollouts, 2 * SIBLINGS, lambda n: rollouts.weight_update(path=str(weights.directory(1 + n % 2))), times,
-            lambda: cpu_of(server),
+            server.cpu_s,
         )  # fmt: skip
-
-
-def cpu_of(server: Server) -> float:
-    """CPU seconds of a server's processes."""
-    used = 0.0
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            if os.getpgid(int(pid)) == server.group:
-                fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-                used += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        except (OSError, ProcessLookupError):
-            continue
-    return used
 
 
 if __name__ == "__main__":

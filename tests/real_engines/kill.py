@@ -10,17 +10,13 @@ from contextlib import AsyncExitStack
 import april
 from april.core.batch import Batch
 from tests.real_engines.recording_proxy import Exchange, RecordingProxy
-from tests.real_engines.servers import Server
+from tests.real_engines.servers import NotKept, Server
 
 GROUPS, SAMPLES = 8, 8
 RESPONSE_LEN = 3000
 STREAMED = 4
 """Tokens per event: so few may be lost with a server."""
 PATIENCE_S = 300.0
-
-
-class NotKept(Exception):
-    """A promise is broken; the message says which."""
 
 
 async def kill_one(dies: Server, lives: Server) -> dict[str, int]:

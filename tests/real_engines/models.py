@@ -6,13 +6,16 @@ not fall into one token, and a head size that both servers take on a CPU.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import (
+    AutoModelForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -72,6 +75,38 @@ def make_experts(where: Path) -> Path:
         Qwen3MoeForCausalLM(config).save_pretrained(where)
     _tokenizer(True, MARKS).save_pretrained(where)
     return where
+
+
+class Updates:
+    """Directories of a model after so many updates at random; update 0 is the model itself."""
+
+    noise = 0.02
+    """Share of each weight matrix's standard deviation that an update adds."""
+
+    def __init__(self, model: Path, where: Path) -> None:
+        self.model, self._where = model, where
+
+    def directory(self, n: int) -> Path:
+        """Written when first asked for."""
+        if n == 0:
+            return self.model
+        target = self._where / f"update_{n}"
+        if not target.is_dir():
+            shutil.copytree(self.model, target)
+            self.load(n).save_pretrained(target)
+        return target
+
+    def load(self, n: int) -> Any:
+        """The model after ``n`` updates, in float32."""
+        model: Any = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32, use_safetensors=True)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for _ in range(n):
+                for weight in model.parameters():
+                    if weight.ndim > 1:
+                        drawn = torch.randn(weight.shape, generator=generator)
+                        weight.add_(drawn, alpha=self.noise * float(weight.std()))
+        return model.eval()
 
 
 def _tokenizer(eos: bool, marks: Sequence[str]) -> PreTrainedTokenizerFast:

@@ -37,7 +37,8 @@ from tests.real_engines.commands import vllm_server
 from tests.real_engines.environments import ROOT
 from tests.real_engines.fault_proxy import Fault, FaultProxy, Plan
 from tests.real_engines.models import make_models
-from tests.real_engines.servers import Server, free_ports, running, until_ready
+from tests.real_engines.servers import NotKept, Server, free_ports, running, until_ready
+from tests.real_engines.weight_routes import change, logprobs
 
 LIMIT_S = 5.0
 """outage_deadline_s: for each call of a server."""
@@ -62,10 +63,6 @@ WRITES = ("bucket", "finish", "cache", "label")
 BUCKET_BYTES = 1 << 19
 
 
-class NotKept(Exception):
-    """A promise is broken; the message says which."""
-
-
 @dataclass
 class Trainer:
     """A model that is updated, and copies of it as it was in each version."""
@@ -73,13 +70,6 @@ class Trainer:
     model: Any
     versions: dict[PolicyVersion, Any] = field(default_factory=dict)
     keeps: int = 4
-
-    def change(self, seed: int, step: float = 0.05) -> None:
-        """Change all weights by so many of their standard deviations that tokens tell."""
-        noise = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for weight in self.model.parameters():
-                weight.add_(torch.randn(weight.shape, generator=noise) * weight.std() * step)
 
     def now_is(self, version: PolicyVersion) -> None:
         """Keep a copy for what is generated under this version."""
@@ -94,7 +84,7 @@ class Trainer:
         for sample in batch.samples:
             ids = [*sample.prompt.token_ids, *sample.tokens.tolist()]
             first = len(ids) - len(sample.tokens)
-            scored = {v: self._logprobs(model, ids)[first - 1 :] for v, model in self.versions.items()}
+            scored = {v: logprobs(model, ids)[first - 1 :] for v, model in self.versions.items()}
             for segment in sample.segments:
                 part = slice(segment.start, segment.start + segment.count)
                 if segment.version not in scored:
@@ -109,13 +99,6 @@ class Trainer:
         if len(self.versions) > 1 and apart < APART:
             raise NotKept(f"two versions differ by {apart:.3g} nats only: this check sees nothing")
         return engines
-
-    @staticmethod
-    def _logprobs(model: Any, ids: list[int]) -> torch.Tensor:
-        with torch.no_grad():
-            logits = model(torch.tensor([ids])).logits[0, :-1]
-        scored: torch.Tensor = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        return scored
 
 
 class Heard(logging.Handler):
@@ -197,7 +180,7 @@ class Matrix:
     def _update(self, rollouts: april.RolloutScheduler) -> float:
         """Change the weights and send them; returns the seconds."""
         self._seed += 1
-        self._trainer.change(self._seed)
+        change(self._trainer.model, self._seed, 0.05)
         self._heard.said.clear()
         began = time.monotonic()
         try:

@@ -7,6 +7,7 @@ process of it survives, whatever happened inside.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -36,6 +37,10 @@ on its way, which april survives, and the bare requests of a benchmark or of ano
 
 class ServerFailed(Exception):
     """A server did not start; the message has the end of its log."""
+
+
+class NotKept(Exception):
+    """A promise is broken; the message says which."""
 
 
 @dataclass(slots=True)
@@ -108,6 +113,25 @@ class Server:
         if self._process is not None:
             self._process.wait(longest_s)
 
+    def metric(self, name: str, label: str = "") -> float:
+        """Sum of a Prometheus metric over its series, or over those with this label."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30.0) as page:  # noqa: S310 - our own server
+            rows = re.findall(rf"^{re.escape(name)}(?:{{([^}}]*)}})? (\S+)$", page.read().decode(), re.MULTILINE)
+        return sum(float(value) for labels, value in rows if label in labels)
+
+    def cpu_s(self, names: Sequence[str] = ("",)) -> float:
+        """CPU seconds that its processes have used so far, of those whose command line has one of these names."""
+        ticks = 0
+        for process in Path("/proc").iterdir():
+            try:
+                fields = (process / "stat").read_text("utf-8").rpartition(")")[2].split()
+                command = (process / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:  # no process, or one that has ended
+                continue
+            if process.name.isdecimal() and int(fields[2]) == self.group and any(name in command for name in names):
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def last_lines(self) -> str:
         with suppress(OSError):
             return "\n".join(self.log.read_text("utf-8", errors="replace").splitlines()[-SHOWN_LINES:])
@@ -155,11 +179,11 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def program(*errors: type[Exception]) -> Iterator[None]:
-    """A check, which stops its servers at SIGTERM; what cannot be installed or started, and ``errors``, exit with 1."""
+    """A check, which stops its servers at SIGTERM; its failures and ``errors`` are printed and end it with status 1."""
     import typer
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    expected: tuple[type[Exception], ...] = (CannotInstall, ServerFailed, *errors)
+    expected: tuple[type[Exception], ...] = (CannotInstall, ServerFailed, NotKept, *errors)
     try:
         yield
     except expected as error:

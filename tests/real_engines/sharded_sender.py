@@ -24,7 +24,8 @@ import april
 from april.weights.source import WeightSource
 from tests.real_engines.memory import peak_growth
 from tests.real_engines.pretrained import questions
-from tests.real_engines.weight_routes import RESPONSE, NotKept, check
+from tests.real_engines.servers import NotKept
+from tests.real_engines.weight_routes import RESPONSE, check
 
 UPDATES = 3
 BUCKETS = 2.0

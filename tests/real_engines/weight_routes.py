@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -29,11 +28,11 @@ from transformers import AutoModelForCausalLM
 
 import april
 from april.weights.source import WeightSource
-from tests.real_engines.commands import sglang_server, vllm_server
-from tests.real_engines.environments import ROOT, CannotInstall
+from tests.real_engines.commands import server_of
+from tests.real_engines.environments import ROOT
 from tests.real_engines.memory import peak_growth
 from tests.real_engines.pretrained import questions, smollm2
-from tests.real_engines.servers import Server, ServerFailed, free_ports, running, until_ready
+from tests.real_engines.servers import NotKept, Server, free_ports, program, running, until_ready
 
 APART = 0.1
 """Fewest nats by which an update moves some log-probability of fixed tokens."""
@@ -45,10 +44,6 @@ CONTEXT = 1024
 RESPONSE = 24
 BUCKET = 128 << 20
 """Bytes; the largest tensor has 113 MB."""
-
-
-class NotKept(Exception):
-    """A promise is broken; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +67,12 @@ def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
     return scored.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
-def change(model: Any, seed: int) -> None:
-    """Change all weights a little."""
+def change(model: Any, seed: int, step: float = CHANGE) -> None:
+    """Change all weights by this share of their spread."""
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(torch.randn(weight.shape, generator=noise) * weight.std() * CHANGE)
+            weight.add_(torch.randn(weight.shape, generator=noise) * weight.std() * step)
 
 
 def check(model: Any, batch: Any, version: Any) -> float:
@@ -96,19 +91,6 @@ def check(model: Any, batch: Any, version: Any) -> float:
     return worst
 
 
-def cpu_of(group: int) -> float:
-    """Seconds of CPU that the processes of a group have used, those that have ended with a parent's there included."""
-    used, ticks = 0, os.sysconf("SC_CLK_TCK")
-    for process in Path("/proc").iterdir():
-        try:
-            fields = (process / "stat").read_text().rpartition(")")[2].split()
-        except (OSError, ValueError):
-            continue
-        if process.name.isdecimal() and int(fields[2]) == group:
-            used += sum(int(field) for field in fields[11:15])
-    return used / ticks
-
-
 def own_cpu() -> float:
     """Seconds of CPU of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -117,7 +99,7 @@ def own_cpu() -> float:
 
 def one_update(rollouts: Any, route: str, model: Any, folder: Path, server: Server) -> tuple[Any, Cost]:
     """Hand the model over; returns the version and what it took."""
-    began, here, there = time.monotonic(), own_cpu(), cpu_of(server.group)
+    began, here, there = time.monotonic(), own_cpu(), server.cpu_s()
     with peak_growth() as grown:
         if route == "disk":
             model.save_pretrained(folder)
@@ -125,7 +107,7 @@ def one_update(rollouts: Any, route: str, model: Any, folder: Path, server: Serv
         else:
             version = rollouts.weight_update(weights=WeightSource(model, bucket_bytes=BUCKET))
     took = time.monotonic() - began
-    return version, Cost(took, own_cpu() - here, cpu_of(server.group) - there, grown.bytes / 1e6)
+    return version, Cost(took, own_cpu() - here, server.cpu_s() - there, grown.bytes / 1e6)
 
 
 def measured(kind: str, server: Server, model_folder: Path, updates: int, work: Path) -> bool:
@@ -188,21 +170,14 @@ def main(
     model: Annotated[Path | None, typer.Option(help="A directory in place of SmolLM2's.")] = None,
 ) -> None:
     """Start a server, hand weights over, stop it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the server is stopped then, too
-    starts = {"sglang": sglang_server, "vllm": lambda *a, **o: vllm_server(*a, open_routes=True, **o)}
-    if kind not in starts:
-        raise typer.BadParameter(f"there are servers of kind vllm and sglang, not of kind {kind}")
-    try:
+    with program(april.AprilError), tempfile.TemporaryDirectory() as folder:
         where = model or smollm2()
-        with tempfile.TemporaryDirectory() as folder:
-            (port,) = free_ports(1)
-            server = starts[kind](kind, where, port, Path(folder) / "log", context=CONTEXT, in_flight=16)
-            with running([server]):
-                until_ready([server])
-                right = not updates or measured(kind, server, where, updates, Path(folder))
-                right = sharded(kind, server, where) and right
-    except (CannotInstall, ServerFailed, NotKept, april.AprilError) as error:
-        sys.exit(str(error))
+        (port,) = free_ports(1)
+        server = server_of(kind, where, port, Path(folder) / "log", context=CONTEXT, in_flight=16)
+        with running([server]):
+            until_ready([server])
+            right = not updates or measured(kind, server, where, updates, Path(folder))
+            right = sharded(kind, server, where) and right
     sys.exit(0 if right else 1)
 
 

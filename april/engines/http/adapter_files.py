@@ -21,22 +21,12 @@ MOST_HEADER_BYTES = 64 << 20
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """PEFT initialisations that leave the base model unchanged. Others, such as PiSSA, change it."""
-_CHANGES: dict[str, str] = {
-    "use_dora": "DoRA",
-    "lora_bias": "a bias of its own (lora_bias)",
-    "alora_invocation_tokens": "activation by tokens (aLoRA)",
-    "layer_replication": "replicated layers",
-    "use_bdlora": "block-diagonal LoRA",
-    "use_qalora": "QALoRA",
-    "modules_to_save": "whole layers (modules_to_save)",
-    "trainable_token_indices": "rows of the embedding (trainable_token_indices)",
-}
+_CHANGES = (
+    "use_dora", "lora_bias", "alora_invocation_tokens", "layer_replication", "use_bdlora", "use_qalora",
+    "modules_to_save", "trainable_token_indices",
+)  # fmt: skip
 """Adapter settings that change the computation, and that no known server supports."""
-_SCALES: dict[str, str] = {
-    "use_rslora": "rank-stabilised scaling (use_rslora)",
-    "rank_pattern": "ranks by layer (rank_pattern)",
-    "alpha_pattern": "scales by layer (alpha_pattern)",
-}
+_SCALES = ("use_rslora", "rank_pattern", "alpha_pattern")
 """Adapter settings that change the scale, and that some servers support."""
 
 
@@ -72,9 +62,9 @@ def why_unservable(settings: Mapping[str, Any], *, scales: bool) -> str | None:
         )
     if settings.get("bias", "none") != "none":
         return "it trains biases of the base model, which servers do not accept"
-    for name, words in (_CHANGES if scales else _CHANGES | _SCALES).items():
+    for name in _CHANGES if scales else _CHANGES + _SCALES:
         if settings.get(name):
-            return f"it has {words}, which the server does not support"
+            return f"it has {name}, which the server does not support"
     return None
 
 

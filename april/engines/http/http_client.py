@@ -6,10 +6,9 @@ aiohttp's defaults do not suit long generations; each setting here says why it d
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
-from email.utils import parsedate_to_datetime
 from math import isfinite
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,7 +43,6 @@ class Reply:
 
     @property
     def ok(self) -> bool:
-        """Return whether the status is 200."""
         return self.status == 200
 
 
@@ -80,9 +78,6 @@ class HttpClient:
         self._cut: dict[asyncio.Task[Any], int] = {}
         """Tasks that this client has cancelled, each with the value of ``Task.cancelling()`` before that."""
 
-    def __repr__(self) -> str:
-        return f"<HttpClient {self.name} {self.url}>"
-
     @property
     def address(self) -> tuple[str, int]:
         """Return host and port of the server."""
@@ -91,7 +86,7 @@ class HttpClient:
 
     async def call(
         self, method: str, route: str, body: Any = None, *, params: Mapping[str, str] | None = None,
-        timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False, limit: int | None = None,
+        timeout_s: float | None = CONTROL_TIMEOUT_S, retry: bool = False, limit: int = MAX_REPLY_BYTES,
         headers: Mapping[str, str] = NO_HEADERS,
     ) -> Reply:  # fmt: skip
         """Send one request and return the response; ``body`` is bytes, an iterator of bytes, or an object for JSON.
@@ -100,7 +95,7 @@ class HttpClient:
 
         Args:
             timeout_s: Seconds for the whole exchange; None means no limit.
-            limit: Maximum bytes of a response with status 200; None means MAX_REPLY_BYTES.
+            limit: Maximum bytes of a response with status 200.
             retry: True to send the request again if the connection breaks; only for calls that may safely run twice.
 
         Raises:
@@ -127,12 +122,9 @@ class HttpClient:
 
     async def _exchange(
         self, method: str, route: str, raw: bytes | AsyncIterator[Any] | None, params: Mapping[str, str] | None,
-        limit: int | None, headers: Mapping[str, str],
+        limit: int, headers: Mapping[str, str],
     ) -> Reply:  # fmt: skip
-        task = asyncio.current_task()
-        assert task is not None
-        self._callers.add(task)
-        try:
+        with self._breakable():
             response = await self._http.request(
                 method, self.url + route, data=raw, params=params,
                 headers=headers if raw is None else {**_JSON, **headers}, allow_redirects=False,
@@ -141,13 +133,21 @@ class HttpClient:
                 status = response.status
                 if status != 200:
                     self._refuse_redirect(response, route)
-                most = MAX_REPLY_BYTES if limit is None else limit
-                content = await self._read(response, most if status == 200 else MAX_ERROR_BYTES, route)
+                content = await self._read(response, limit if status == 200 else MAX_ERROR_BYTES, route)
             except BaseException:
                 response.close()
                 raise
             response.release()
             return Reply(status, content, None if status == 200 else _retry_after_s(response))
+
+    @contextmanager
+    def _breakable(self) -> Iterator[None]:
+        """Let :meth:`close` and :meth:`break_off` break off the block, which then raises EngineUnreachable."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._callers.add(task)
+        try:
+            yield
         except asyncio.CancelledError:
             if self._was_cut(task):
                 raise self._closed_early() from None
@@ -174,28 +174,20 @@ class HttpClient:
 
     async def post(self, route: str, body: bytes, headers: Mapping[str, str] = NO_HEADERS) -> ResponseBytes:
         """POST JSON and return the streamed response, which the caller closes. Raises EngineError unless status 200."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._callers.add(task)
         try:
-            response = await self._http.post(
-                self.url + route, data=body, headers={**_JSON, **headers}, allow_redirects=False
-            )
-            if response.status != 200:
-                try:
-                    self._refuse_redirect(response, route)
-                    content = await self._read(response, MAX_ERROR_BYTES, route)
-                    self.require_ok(Reply(response.status, content, _retry_after_s(response)), route)
-                finally:
-                    response.close()
-        except asyncio.CancelledError:
-            if self._was_cut(task):
-                raise self._closed_early() from None
-            raise
+            with self._breakable():
+                response = await self._http.post(
+                    self.url + route, data=body, headers={**_JSON, **headers}, allow_redirects=False
+                )
+                if response.status != 200:
+                    try:
+                        self._refuse_redirect(response, route)
+                        content = await self._read(response, MAX_ERROR_BYTES, route)
+                        self.require_ok(Reply(response.status, content, _retry_after_s(response)), route)
+                    finally:
+                        response.close()
         except _BROKEN as error:
             raise self._unreachable("POST", route, error) from None
-        finally:
-            self._callers.discard(task)
         return ResponseBytes(self, route, response)
 
     async def web_socket(
@@ -314,10 +306,7 @@ class HttpClient:
         why, hint = _connection_error(error), f"is the server alive? `april doctor {self.url}` says more"
         if "WRONG_VERSION_NUMBER" in why:
             hint = f"the server does not use TLS; write {self.url.replace('https:', 'http:', 1)}"
-        certificate = getattr(error, "certificate_error", None)
-        distrusted = "" if certificate is None else clean(getattr(certificate, "verify_message", certificate))
-        what = f"{method} {self.url}{route} failed: {why}; {hint}"
-        return EngineUnreachable(what, why=why, distrusted=distrusted)
+        return EngineUnreachable(f"{method} {self.url}{route} failed: {why}; {hint}", why=why)
 
 
 async def _refuse_redirect(session: object, context: object, asked: aiohttp.TraceRequestRedirectParams) -> None:
@@ -404,25 +393,12 @@ def _without_keys(content: bytes, *, cut: bool = False) -> bytes:
 
 
 def _retry_after_s(response: aiohttp.ClientResponse) -> float | None:
-    """Return Retry-After in seconds, at most 60; None if the header is missing or invalid."""
-    asked = response.headers.get("Retry-After", "")
+    """Return Retry-After in seconds, at most 60; None if the header is missing or no number, such as a date."""
     try:
-        seconds = float(asked)
+        seconds = float(response.headers.get("Retry-After", ""))
     except ValueError:
-        until, now = _date(asked), _date(response.headers.get("Date", ""))
-        if until is None or now is None:
-            return None
-        seconds = (until - now).total_seconds()
-    return min(seconds, MAX_RETRY_AFTER_S) if isfinite(seconds) and seconds >= 0 else None
-
-
-def _date(text: str) -> datetime | None:
-    """Parse an HTTP date; None if it is invalid or has no time zone."""
-    try:
-        date = parsedate_to_datetime(text)
-    except (ValueError, OverflowError):
         return None
-    return date if date.tzinfo is not None else None
+    return min(seconds, MAX_RETRY_AFTER_S) if isfinite(seconds) and seconds >= 0 else None
 
 
 Confirms = Callable[[Any], bool]
@@ -460,18 +436,14 @@ def require_confirmation(client: HttpClient, reply: Reply, route: str, *checks: 
         )
 
 
-def is_page(reply: Reply) -> bool:
-    """Return whether the body is an HTML page, for example from a proxy; the status does not matter."""
-    return reply.body.lstrip()[:1] == b"<"
-
-
 async def refuses_probe(client: HttpClient, *routes: str) -> str:
     """Probe the first route that exists; returns what is wrong with the answer, or an empty text."""
     for route in routes:
         reply = await client.call("GET", route, retry=True)
         if reply.status != 404:
             break
-    if reply.ok and not is_page(reply):
+    is_page = reply.body.lstrip()[:1] == b"<"  # for example from a proxy
+    if reply.ok and not is_page:
         return ""
     return f"{client.url} answers {'a page' if reply.ok else reply.status} to a health probe"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.http_client import HttpClient, Reply
-from april.engines.http.weight_labels import LabelOfBase, ReadingLabels, WeightLabels
+from april.engines.http.weight_labels import WeightLabels
 from april.engines.http.wire import error_text
 from april.errors import EngineError
 
@@ -103,11 +103,9 @@ class LoadedAdapters:
         return [adapter for adapter in self._others.values() if adapter.name not in used]
 
     def all(self) -> list[LoadedAdapter]:
-        """Return all adapters that the server may have."""
         return [*self._others.values(), *(() if self.present is None else (self.present,))]
 
     def note_unloaded(self, adapter: LoadedAdapter) -> None:
-        """Record that the server no longer has the adapter."""
         self._others.pop(adapter.name, None)
 
     def paths(self, inside: Collection[str]) -> frozenset[str]:
@@ -117,6 +115,6 @@ class LoadedAdapters:
         return frozenset([*kept, *(() if self.present is None else (self.present.path,))])
 
     @property
-    def reading_labels(self) -> ReadingLabels:
-        """Return the labels for reading the responses to requests that are sent now."""
-        return self._labels if self.present is None else LabelOfBase(self._labels.of(self.base))
+    def adapted_version(self) -> PolicyVersion | None:
+        """Version of the base model if requests use an adapter that april has loaded, else None."""
+        return None if self.present is None else self.base

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import numpy as np
 
 from april.core.attachments import NO_EXTRAS, Extras, wrong_rows
 from april.core.versions import PolicyVersion
-from april.engines.http.weight_labels import ReadingLabels, Span, foreign_weights, spans_cover
+from april.engines.http.weight_labels import Span, WeightLabels, foreign_weights, spans_cover
 from april.engines.http.wire import NotJson, failure_said, float32_array, int32_array, read_with
-from april.engines.protocol import Chunk, EngineFinish, Int32, Request
+from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, WireError
 
 E = TypeVar("E")
@@ -54,19 +54,17 @@ class ResponsePart(msgspec.Struct, gc=False):
 
 
 class Parser(Generic[E]):
-    """Turns the events of one kind of server into :class:`ResponsePart` objects, for one attempt."""
+    """Turns the events of one kind of server into :class:`ResponsePart` objects, for one request."""
 
-    __slots__ = ("attempt_id", "decoder", "list_decoder")
+    __slots__ = ("attempt_id", "request")
 
+    decoder: ClassVar[msgspec.json.Decoder[Any]]
+    list_decoder: ClassVar[msgspec.json.Decoder[Any]]
     count_may_follow = True
     """True if events without tokens, such as the server's token count, may follow the end."""
 
-    def __init__(
-        self, attempt_id: str, decoder: msgspec.json.Decoder[Any], list_decoder: msgspec.json.Decoder[Any]
-    ) -> None:
-        self.attempt_id = attempt_id
-        self.decoder = decoder
-        self.list_decoder = list_decoder
+    def __init__(self, request: Request) -> None:
+        self.request, self.attempt_id = request, request.attempt_id
 
     def piece(self, event: E, payload: bytes, had: int) -> ResponsePart:
         """Return the content of one event. ``payload`` is its raw JSON, ``had`` the number of tokens before it.
@@ -76,7 +74,6 @@ class Parser(Generic[E]):
         raise NotImplementedError
 
     def wrong(self, what: str) -> WireError:
-        """Return the error for an invalid response."""
         return WireError(f"attempt {self.attempt_id}: the server's answer {what}")
 
     def failed(self, payload: bytes) -> EngineError:
@@ -104,8 +101,9 @@ OTHER_PROCESSOR = (
 """Hint at the end of errors about a prompt with images that the server has expanded to other token ids than april."""
 
 
-def require_prompt(parser: Parser[Any], sent: Int32, said: Sequence[int]) -> None:
+def require_prompt(parser: Parser[Any], said: Sequence[int]) -> None:
     """Raise WireError unless the server has expanded the prompt to the same ids as april."""
+    sent = parser.request.token_ids
     if len(said) != len(sent):
         raise parser.wrong(f"belongs to a prompt of {len(said)} tokens, but {len(sent)} were sent; {OTHER_PROCESSOR}")
     if not np.array_equal(np.asarray(said), sent):
@@ -119,24 +117,21 @@ class ResponseReader:
         version: Policy version of the weights when the request was sent.
         labels: Weight labels of the engine, if the server reports which weights made which token; None means that every
             token gets ``version``.
-        prompt_tokens: Number of prompt tokens sent, compared with the server's count; None means no comparison.
-        request: The request, if it asks for rows with the tokens (extras) or has attachments that expand its prompt;
-            otherwise it may be None.
+        base: Version of the base model if the request uses an adapter. The label is then that of the base model under
+            every version, and another label means that somebody has changed the base model.
     """
 
     __slots__ = (
-        "_cached_tokens", "_expands", "_extras", "_guess", "_held_ids", "_held_logprobs", "_ids", "_label", "_last",
-        "_logprobs", "_parser", "_prompt_tokens", "_request", "_runs", "_stopped_at", "_sure_tokens", "_version",
-        "_versions", "count", "failure", "finish", "labels", "progress",
+        "_base", "_cached_tokens", "_extras", "_guess", "_held_ids", "_held_logprobs", "_ids", "_label", "_last",
+        "_logprobs", "_parser", "_runs", "_stopped_at", "_sure_tokens", "_version", "_versions", "count", "failure",
+        "finish", "labels", "progress",
     )  # fmt: skip
 
     def __init__(
-        self, parser: Parser[Any], version: PolicyVersion, labels: ReadingLabels | None = None,
-        prompt_tokens: int | None = None, request: Request | None = None,
+        self, parser: Parser[Any], version: PolicyVersion, labels: WeightLabels | None = None,
+        base: PolicyVersion | None = None,
     ) -> None:  # fmt: skip
         self._parser = parser
-        self._request = request if request is not None and request.extras else None
-        self._expands = request is not None and bool(request.attached)
         self._extras: Extras = NO_EXTRAS
         self._version = self._guess = version
         self._sure_tokens: int | None = None
@@ -147,9 +142,8 @@ class ResponseReader:
         version that is assumed for them)."""
         self._versions: list[tuple[PolicyVersion, int]] | None = None
         """Versions of all tokens, as (version, number of tokens), from the last event; None without a weight change."""
-        self.labels = labels
-        self._label = labels.of(version) if labels is not None else ""
-        self._prompt_tokens = prompt_tokens
+        self.labels, self._base = labels, base
+        self._label = labels.of(version if base is None else base) if labels is not None else ""
         # tokens not handed over yet: _ids came before the end, _last came with the end and is split by version
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -263,10 +257,9 @@ class ResponseReader:
             self._require_no_tokens(piece)
         if count != len(logprobs):
             raise self._parser.wrong(f"has {count} tokens but {len(logprobs)} log-probabilities")
-        if piece.prompt_tokens is not None and self._prompt_tokens not in (None, piece.prompt_tokens):
+        if piece.prompt_tokens is not None and piece.prompt_tokens != (sent := len(self._parser.request.token_ids)):
             # the server has shortened the prompt or put a token before it: the response continues something else
-            sent = self._prompt_tokens
-            why = f"; {OTHER_PROCESSOR}" if self._expands else ""
+            why = f"; {OTHER_PROCESSOR}" if self._parser.request.attached else ""
             raise self._parser.wrong(f"belongs to a prompt of {piece.prompt_tokens} tokens, but {sent} were sent{why}")
         if piece.cached_tokens is not None:
             self._cached_tokens = piece.cached_tokens
@@ -295,7 +288,6 @@ class ResponseReader:
             raise self._parser.wrong(f"has {again}{len(piece.ids)} more tokens after it ended")
 
     def _end(self, piece: ResponsePart, end: ResponseEnd) -> None:
-        """Add the tokens that came with the end, split by the weights that made them."""
         ids, logprobs = self._held_ids + piece.ids, self._held_logprobs + piece.logprobs
         labels, total = self.labels, self.count + len(ids)
         if labels is None and end.spans:  # april gave no labels here, but the weights must still not have changed
@@ -304,10 +296,12 @@ class ResponseReader:
                 if span.version != first:
                     raise foreign_weights(self._parser.attempt_id, first, span.version, too_late=True)
         if labels is not None and total and end.spans is not None:
+            if not spans_cover(end.spans, total):
+                raise self._parser.wrong(f"has version spans that do not cover its {total} tokens without gaps")
             if self._sure_tokens is None:
-                self._add_spans(labels, end.spans, ids, logprobs)
+                self._add_spans(end.spans, ids, logprobs)
             else:
-                self._set_all_versions(labels, end.spans, total)
+                self._versions = self._all_versions(end.spans, self._sure_tokens)
                 self._last += [(ids, logprobs, self._guess)] if ids else []
         elif labels is not None and total and (self._held_ids or piece.label not in (None, self._label)):
             raise self._foreign_weights(piece.label or "none")
@@ -316,8 +310,8 @@ class ResponseReader:
         self.count = total
         if isinstance(end.reason, EngineError):
             raise end.reason
-        if self._request is not None and total:
-            self._extras = self._rows(self._request, end, total)
+        if self._parser.request.extras and total:
+            self._extras = self._rows(self._parser.request, end, total)
         self.finish, self._stopped_at, self.progress = end.reason, end.stopped_at, ReadProgress.ENDED
 
     def _rows(self, request: Request, end: ResponseEnd, total: int) -> Extras:
@@ -334,35 +328,36 @@ class ResponseReader:
             raise self._parser.wrong(f"has {wrong}")
         return rows
 
-    def _add_spans(self, labels: ReadingLabels, spans: Sequence[Span], ids: list[int], logprobs: list[float]) -> None:
+    def _version_of(self, label: str) -> PolicyVersion | None:
+        """Return the version of tokens under this weight label; None if april has not named these weights."""
+        if label == self._label:
+            return self._version
+        return self.labels.version_of(label, self._version) if self.labels is not None and self._base is None else None
+
+    def _add_spans(self, spans: Sequence[Span], ids: list[int], logprobs: list[float]) -> None:
         """Split the last tokens by ``spans``. Tokens handed over earlier must have the version at submission."""
-        had, total = self.count, self.count + len(ids)
-        if not spans_cover(spans, total):
-            raise self._parser.wrong(f"has version spans that do not cover its {total} tokens without gaps")
+        had = self.count
         for span in spans:
-            known = span.version == self._label
-            version = self._version if known else labels.version_of(span.version, self._version)
+            version = self._version_of(span.version)
             if version is None or (span.start < had and version != self._version and span.end > span.start):
                 raise self._foreign_weights(span.version, too_late=span.start < had)
             start, end = max(span.start - had, 0), span.end - had
             if end > start:
                 self._last.append((ids[start:end], logprobs[start:end], version))
 
-    def _set_all_versions(self, labels: ReadingLabels, spans: Sequence[Span], total: int) -> None:
-        """Set the versions of all tokens of a response during which the weights changed.
+    def _all_versions(self, spans: Sequence[Span], sure: int) -> list[tuple[PolicyVersion, int]]:
+        """Return the versions of all tokens of a response during which the weights changed, as (version, tokens).
 
-        Raises EngineError if a token from before the first change was made by other weights than those at submission.
+        Raises EngineError unless the first ``sure`` tokens, from before the change, have the version at submission.
         """
-        if not spans_cover(spans, total):
-            raise self._parser.wrong(f"has version spans that do not cover its {total} tokens without gaps")
-        self._versions = []
+        found: list[tuple[PolicyVersion, int]] = []
         for span in spans:
-            version = labels.version_of(span.version, self._version)
-            early = self._sure_tokens is not None and span.start < self._sure_tokens and version != self._version
+            version = self._version_of(span.version)
             if span.end > span.start:
-                if version is None or early:
+                if version is None or (span.start < sure and version != self._version):
                     raise self._foreign_weights(span.version, too_late=True)
-                self._versions.append((version, span.end - span.start))
+                found.append((version, span.end - span.start))
+        return found
 
     def _foreign_weights(self, label: str, *, too_late: bool = False) -> EngineError:
         return foreign_weights(self._parser.attempt_id, self._label, label, too_late=too_late)

@@ -28,27 +28,21 @@ from april.engines.protocol import AbortMeans, BufferedStream, Chunk, EngineFini
 from april.errors import EngineError, EngineUnreachable, RequestRefused, WireError
 from april.text.server_text import clean
 
-MAX_EVENT_BYTES = 4 << 20
-"""Maximum bytes of one event, unless the caller sets another limit."""
-_BOM = b"\xef\xbb\xbf"
-
 
 class EventSplitter:
     """Splits a byte stream into the payloads (the text after ``data:``) of complete server-sent events.
 
     Lines end in LF or CRLF. Comments, other fields and events without data are skipped; several data lines of one event
-    are joined.
-    ``limit`` is the maximum number of bytes of one event; None means MAX_EVENT_BYTES.
+    are joined. ``limit`` is the maximum number of bytes of one event.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self._limit = MAX_EVENT_BYTES if limit is None else limit
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._pieces: list[bytes] = []
         self._size = 0
         self._data: list[bytes] = []
         self._data_bytes = 0
         """Number of bytes of the lines in ``_data``."""
-        self._first = True
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Return the payloads completed by this piece. Raises WireError for a line or event that is not valid."""
@@ -59,8 +53,6 @@ class EventSplitter:
         text = b"".join([*self._pieces, piece[: cut + 1]])
         self._pieces, self._size = [], 0
         self._keep(piece[cut + 1 :])
-        if self._first:
-            text, self._first = text.removeprefix(_BOM), False
         if not self._data and (plain := _plain(text)) is not None:
             return plain
         events: list[bytes] = []
@@ -217,9 +209,6 @@ class ResponseStream(BufferedStream):
         self._pieces: list[bytes] = []
         self._chunks: list[Chunk] = []
         self.waiting = 0
-
-    def __repr__(self) -> str:
-        return f"<ResponseStream {self._request.attempt_id} {self.state}>"
 
     @property
     def over(self) -> bool:
@@ -410,7 +399,6 @@ class ResponseStream(BufferedStream):
         await self._confirm(reader.take(last=True), StreamState.ENDED)
 
     def _check_complete(self, reader: ResponseReader, error: EngineError | None) -> None:
-        """Decide whether the response is complete, and set the reader's failure if it is not."""
         if reader.progress is ReadProgress.WRONG:
             return
         needs_mark = self._streamed and self._endpoint.marks_end
@@ -432,7 +420,6 @@ class ResponseStream(BufferedStream):
 
     @property
     def _closing(self) -> bool:
-        """Return whether april has closed the stream to end the request."""
         return self._recalled or (self._abort_wanted and self._endpoint.abort_means is AbortMeans.CLOSE)
 
     async def _is_taken_back(self, reader: ResponseReader) -> bool:

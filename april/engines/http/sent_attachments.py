@@ -62,15 +62,6 @@ class SentAttachments:
         self._numbers = count(1)
         self.sendings: OrderedDict[str, int] = OrderedDict()
         """Digest -> number of times its bytes were sent, for the most recently used digests."""
-        self.requests = 0
-        """Number of requests with attachments that the server has accepted."""
-        self.bytes_sent = 0
-        """Total content bytes sent, before encoding."""
-        self.times_sent = 0
-        """Number of attachments sent with their bytes."""
-
-    def __repr__(self) -> str:
-        return f"<SentAttachments {len(self._known)} known, {self.times_sent} sent, {self.bytes_sent} bytes>"
 
     @property
     def by_name(self) -> bool:
@@ -80,13 +71,6 @@ class SentAttachments:
     def forget(self) -> None:
         """Forget what the server has, because it was restarted or has emptied its caches."""
         self._known.clear()
-
-    @property
-    def counters(self) -> dict[str, float]:
-        """Return counters for :attr:`april.engines.protocol.Health.counters`; empty before anything was sent."""
-        if not self.times_sent:
-            return {}
-        return {"attachments_sent": float(self.times_sent), "attachment_bytes_sent": float(self.bytes_sent)}
 
     async def send(self, attempt_id: str, attached: Sequence[Placed], post: Callable[[Urls], Awaitable[T]]) -> T:
         """Call ``post`` with data URLs of the attachments that the server lacks, until the server accepts the request.
@@ -116,7 +100,6 @@ class SentAttachments:
                     if self._known.get(digest) == number:  # another request may have sent it again since
                         del self._known[digest]
             else:
-                self.requests += 1
                 self._count(lacking)
                 self._note_known(distinct, relied)
                 return result
@@ -140,8 +123,6 @@ class SentAttachments:
 
     def _count(self, sent: Sequence[Attachment]) -> None:
         for attachment in sent:
-            self.times_sent += 1
-            self.bytes_sent += attachment.size
             self.sendings[attachment.digest] = self.sendings.pop(attachment.digest, 0) + 1
         while len(self.sendings) > MAX_REMEMBERED:
             self.sendings.popitem(last=False)

@@ -104,12 +104,10 @@ class Admission:
         self._open = False
 
     def open(self) -> None:
-        """Admit waiting and future requests."""
         self._open = True
         self._end_waits(list(self._waiting), admit=True)
 
     async def until_idle(self) -> None:
-        """Wait until no admitted request is left."""
         await self._idle.wait()
 
     def _end_waits(self, attempt_ids: Collection[str], *, admit: bool) -> None:
@@ -153,7 +151,6 @@ class ServerEngine(EngineBase):
 
     @property
     def _version(self) -> PolicyVersion:
-        """Return the policy version of the present weights."""
         return self._labels.present
 
     def set_up_labels(self, labels: Sequence[str | None], *, present: bool) -> str | None:
@@ -232,7 +229,6 @@ class ServerEngine(EngineBase):
         return list(inside) if attempt_ids is None else [i for i in attempt_ids if i in inside]
 
     async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-        """Abort these attempts (None means all)."""
         raise NotImplementedError
 
     async def pause(self) -> None:
@@ -260,7 +256,6 @@ class ServerEngine(EngineBase):
             ) from failure
 
     async def resume(self) -> None:
-        """Admit requests again."""
         self._admission.open()
 
     async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
@@ -305,7 +300,6 @@ class ServerEngine(EngineBase):
                 self._adapters.note_unloaded(idle)
 
     async def _unload_all(self) -> None:
-        """Unload april's adapters, before the connections are closed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(UNLOAD_ALL_S):
                 for adapter in self._adapters.all():
@@ -317,7 +311,6 @@ class ServerEngine(EngineBase):
         return next(filter(None, found), "")
 
     async def _require_model(self) -> None:
-        """Raise EngineError if requests would not be answered by the trained model."""
         if why := await self._why_not_served():
             raise EngineError(why)
 
@@ -331,7 +324,6 @@ class ServerEngine(EngineBase):
         return (f"the server no longer has the adapter {present.name}" if lost else ""), lost
 
     def _require_loadable(self, path: str) -> None:
-        """Raise EngineError for a directory that this engine must not load."""
         if is_adapter(path):
             self._require_adapter(path)
             return

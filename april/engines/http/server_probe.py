@@ -18,10 +18,10 @@ from april.engines.http.http_client import HttpClient, Reply, json_value
 from april.engines.http.loaded_adapters import is_ours
 from april.engines.http.token_rows import Routing
 from april.engines.http.weight_labels import first_weights
-from april.engines.http.wire import NotJson, error_text, positive, read_json
+from april.engines.http.wire import NotJson, error_text, read_json
 from april.engines.protocol import Capabilities, Engine
-from april.errors import ConfigError, EngineError, WireError
-from april.text.server_text import clean, quoted
+from april.errors import ConfigError, EngineError
+from april.text.server_text import clean
 
 NO_TOKEN = 2**31 - 2
 """Token id outside every vocabulary; sent only where the server checks ids before the model sees them."""
@@ -42,8 +42,6 @@ class ServerFacts:
     """Model name from the settings; None means the server's only model."""
     routing_key: RoutingKey = "off"
     """Setting ``engine.routing_key``."""
-    base: str | None = None
-    """Name of the base model if ``model`` is an adapter, else None."""
     software: str = ""
     """Version of the server's software, with its name if the engine kind does not say it."""
     label: str | None = None
@@ -206,18 +204,6 @@ class ServerProbe:
         """Send a request without a timeout; the caller limits the time of the whole probe."""
         return await self.client.call("POST", route, body, timeout_s=None)
 
-    def count(self, values: dict[str, Any], key: str) -> int:
-        """Return a number of processes from the server's description of itself; 1 if it has none. Raises WireError."""
-        if not values.get(key):
-            return 1
-        if (found := positive(values, key)) is None:
-            raise self.odd_value(key, values[key])
-        return found
-
-    def odd_value(self, key: str, value: Any) -> WireError:
-        """Return the error for a value of a type that the server should not report."""
-        return WireError(f"{self.client.url} reports {key}={quoted(value)}, which april cannot read")
-
     def choose_model(self, models: Any) -> ServedModel:
         """Pick the trained model from the server's list of models. Raises ConfigError."""
         self.served = served = choose_model(self.client.url, models, self.config.model)
@@ -280,10 +266,9 @@ class ServerProbe:
 
     def common(self) -> dict[str, Any]:
         """Return the fields of :class:`ServerFacts` that are found out in the same way for all kinds of servers."""
-        base = None if self.served is None else self.served.base
         return {
-            "url": self.client.url, "asked": self.config.model, "base": base, "label": self.label,
-            "paused": self.paused, "routing_key": self.config.routing_key,
+            "url": self.client.url, "asked": self.config.model, "label": self.label, "paused": self.paused,
+            "routing_key": self.config.routing_key,
         }  # fmt: skip
 
     def capabilities(

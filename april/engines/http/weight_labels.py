@@ -46,18 +46,6 @@ class LabelledServer(Protocol):
         ...
 
 
-class ReadingLabels(Protocol):
-    """Maps labels to policy versions while the response to a request is read."""
-
-    def of(self, version: PolicyVersion) -> str:
-        """Return the label that the server shows while it has ``version``."""
-        ...
-
-    def version_of(self, label: str, since: PolicyVersion) -> PolicyVersion | None:
-        """Return the version that ``label`` names, for a request sent under ``since``; None if the label is unknown."""
-        ...
-
-
 class WeightLabels:
     """Labels of one engine for the weights of its server: ``v<version>-<six hex digits>``.
 
@@ -113,23 +101,6 @@ class WeightLabels:
             return None
         version = PolicyVersion(int(incarnation), int(n))
         return version if self.of(version) == label and since <= version <= max(since, self.present) else None
-
-
-class LabelOfBase:
-    """Label of the base model while adapters are in use: the same for all versions, so any other label is an error."""
-
-    __slots__ = ("_label",)
-
-    def __init__(self, label: str) -> None:
-        self._label = label
-
-    def of(self, version: PolicyVersion) -> str:
-        """Return the base model's label, which does not depend on ``version``."""
-        return self._label
-
-    def version_of(self, label: str, since: PolicyVersion) -> PolicyVersion | None:
-        """Return None: another label means that somebody has changed the base model."""
-        return None
 
 
 async def mark_process(

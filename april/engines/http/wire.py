@@ -97,15 +97,6 @@ def error_text(body: bytes) -> str:
     return clean(value) or "nothing"
 
 
-def chunk_of(
-    tokens: Sequence[int], logprobs: Sequence[float], version: PolicyVersion, finish: EngineFinish | None = None
-) -> Chunk:
-    """Make a chunk. Raises WireError for lists of different lengths or values that are missing or out of range."""
-    if len(tokens) != len(logprobs):
-        raise WireError(f"{len(tokens)} tokens came with {len(logprobs)} log-probabilities")
-    return Chunk(int32_array(tokens), float32_array(logprobs), version, finish)
-
-
 def empty_chunk(version: PolicyVersion, finish: EngineFinish | None) -> Chunk:
     """Make a chunk without tokens, with or without a finish reason."""
     return Chunk(np.empty(0, np.int32), np.empty(0, np.float32), version, finish)

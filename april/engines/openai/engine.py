@@ -53,7 +53,7 @@ class OpenAIEngine(ServerEngine):
 
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
-        reader = ResponseReader(CompletionParser(request), self._version, None, len(request.token_ids))
+        reader = ResponseReader(CompletionParser(request), self._version)
         # TensorRT-LLM gets seeds although it does not honour them: without seeds, requests may share one random stream
         return reader, completion_body(
             self.facts.model, request, is_trtllm=self.facts.is_trtllm, bans=self._capabilities.bans,
@@ -65,7 +65,6 @@ class OpenAIEngine(ServerEngine):
         self._endpoint.abort(self._to_abort(attempt_ids))
 
     async def _has_weights(self) -> bool | None:
-        """Return whether the server has the present weights; None if it does not say."""
         return (await self._process.check())[0]
 
     async def pause(self) -> None:
@@ -74,7 +73,6 @@ class OpenAIEngine(ServerEngine):
         await self._process.pause()
 
     async def resume(self) -> None:
-        """Admit requests again."""
         self._process.resume()
         await super().resume()
 
@@ -95,13 +93,8 @@ class OpenAIEngine(ServerEngine):
         amiss = await self._why_not_served()
         same, metrics = await self._process.check()
         detail = amiss or {None: UNSAID, False: "the server's process is not the same as before", True: ""}[same]
-        counters = {"open_streams": float(len(self._endpoint.open_streams))}
-        return Health(
-            ok=same is not None and not amiss, detail=detail, counters=counters, current=same is not False,
-            load=metrics.load,
-        )  # fmt: skip
+        return Health(ok=same is not None and not amiss, detail=detail, current=same is not False, load=metrics.load)
 
     async def close(self) -> None:
-        """Close all streams and connections."""
         self._endpoint.abort(self._endpoint.open_streams)
         await self._client.close()

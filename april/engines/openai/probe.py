@@ -32,7 +32,6 @@ from april.text.server_text import clean
 # any ids that exist in every vocabulary
 _PROMPT = (1, 4, 7)
 _SEED_TOKENS = 16
-_EOS_BIAS = 100.0
 _LACKS = (
     (
         LimitCode.NO_ABORT_BY_ID,
@@ -139,31 +138,23 @@ async def completions_facts(found: ServerProbe, vocab_size: int, remedy: str = "
     lacks = _LACKS_BY_OWNER.get(owner) or (() if await _honours_seeds(probe) else _SEEDS_DIFFER)
     for code, consequence in lacks:
         found.lacks(True, code, consequence, server=client.url)
-    eos = found.ends()
-    found.lacks(
-        eos and not await _is_eos_returned(probe, eos[0]), LimitCode.UNSEEN_EOS,
-        "could not be made to end a response at the start, so april checks with every response whether EOS is among "
-        "its ids, and a response without it fails",
-        server=client.url,
-    )  # fmt: skip
     metrics_route: str | None = "/metrics"
     if is_trtllm:  # reading /metrics takes 2 s there, and takes records of iterations away from other readers
         page = await found.answer_of("GET", _TRTLLM_METRICS, lambda reply: reply.ok or reply.status in REFUSES)
         metrics_route = _TRTLLM_METRICS if page.ok else None
     return OpenAIFacts(
-        **found.common() | {"base": None},
+        **found.common(),
         model=model, software=await _software(found, owner), is_trtllm=is_trtllm, metrics_route=metrics_route,
         started_s=(await read_metrics(client, metrics_route)).started_s,
         capabilities=found.capabilities(
             logprob_kind=kind, vocab_size=vocab_size, context=positive(served.card, "max_model_len"), places=None,
-            bans=owner == "vllm", constrains=owner == "vllm", adapters=None, eos_token_ids=eos,
+            bans=owner == "vllm", constrains=owner == "vllm", adapters=None, eos_token_ids=found.ends(),
             abort_means=AbortMeans.CLOSE, version_spans=False, honours_seeds=not lacks,
         ),
     )  # fmt: skip
 
 
 async def _software(probe: ServerProbe, owner: str) -> str:
-    """Return the name and version of the server's software; empty for an unknown kind of server."""
     name = SOFTWARE.get(owner, "")
     answer = await probe.get_json("/version", has="version") if name else None
     version = answer.get("version") if isinstance(answer, dict) else None
@@ -183,19 +174,17 @@ class _Generated:
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """Sends short requests to one server."""
-
     client: HttpClient
     model: str
     is_trtllm: bool
 
-    async def ask(self, sampling: SamplingParams, prompt: Sequence[int] = _PROMPT, **changes: Any) -> _Generated:
+    async def ask(self, sampling: SamplingParams, prompt: Sequence[int] = _PROMPT) -> _Generated:
         """Send one short request and return its whole response."""
         request = Request(attempt_id="probe", token_ids=np.array(prompt, np.int32), sampling=sampling)
-        reader = ResponseReader(CompletionParser(request), FIRST_VERSION, None, len(request.token_ids))
+        reader = ResponseReader(CompletionParser(request), FIRST_VERSION)
         endpoint = GenerateRoute(
             client=self.client, route=ROUTE, admission=Admission(), labels=WeightLabels(),
-            prepare=lambda *_: (reader, completion_body(self.model, request, is_trtllm=self.is_trtllm, **changes)),
+            prepare=lambda *_: (reader, completion_body(self.model, request, is_trtllm=self.is_trtllm)),
             abort_means=AbortMeans.CLOSE, marks_end=False,
         )  # fmt: skip
         async with aclosing(ResponseStream(endpoint, request, streamed=True)) as stream:
@@ -239,28 +228,6 @@ async def _refuse_without_stop_ids(probe: _Probe) -> None:
             f"{probe.client.url} {what}; a response without the token that ended it would be trained as if it had not "
             "ended, so april cannot use this server"
         )
-
-
-async def _is_eos_returned(probe: _Probe, eos: int) -> bool:
-    """Make EOS almost certain, and return whether the response includes it; False also if the bias has no effect.
-
-    Raises ConfigError if the server omits EOS.
-    """
-    sampling = SamplingParams(2, temperature=0.0)
-    try:
-        answer = await probe.ask(sampling, logit_bias={str(eos): _EOS_BIAS})
-    except WireError:
-        answer = _Generated([], [], EngineFinish.STOP)
-    except EngineError:
-        return False
-    if answer.finish is not EngineFinish.STOP:
-        return False  # the bias was ignored, or this id does not end responses here
-    if answer.tokens != [eos]:
-        raise ConfigError(
-            f"{probe.client.url} leaves EOS ({eos}) out; a response without the token that ended it would be trained "
-            "as if it had not ended, so april cannot use this server"
-        )
-    return True
 
 
 async def _logprob_kind(found: ServerProbe, probe: _Probe) -> LogprobKind:

@@ -46,9 +46,8 @@ _TRTLLM: dict[str, Any] = {
 
 def completion_body(
     model: str, request: Request, *, is_trtllm: bool = False, bans: bool = False, seeds: bool = True, salt: str = "",
-    **changes: Any,
 ) -> bytes:  # fmt: skip
-    """Return the JSON body of one streamed request; ``changes`` are keys that override others.
+    """Return the JSON body of one streamed request.
 
     Only requests with the same ``salt`` share entries of the prefix cache. TensorRT-LLM accepts no salts on this route.
     """
@@ -60,7 +59,7 @@ def completion_body(
         **({"cache_salt": salt} if salt else {}),
     }  # fmt: skip
     body = {"model": model, "prompt": request.token_ids.tolist(), "n": 1, **params, **STREAMED, **asked}
-    return msgspec.json.encode({**body, **changes})
+    return msgspec.json.encode(body)
 
 
 NEVER = -100.0
@@ -134,7 +133,6 @@ class _Event(msgspec.Struct):
     usage: Usage | None = None
 
 
-_DECODERS = msgspec.json.Decoder(_Event), msgspec.json.Decoder(list[_Event])
 _NOTHING = _Choice()
 
 
@@ -157,21 +155,19 @@ def finish_of(attempt_id: str, reason: str) -> EngineFinish | EngineError:
 class CompletionParser(Parser[_Event]):
     """Parser for the completions route."""
 
-    __slots__ = ("_prompt",)
+    __slots__ = ()
 
-    def __init__(self, request: Request) -> None:
-        super().__init__(request.attempt_id, *_DECODERS)
-        self._prompt = request.token_ids
+    decoder, list_decoder = msgspec.json.Decoder(_Event), msgspec.json.Decoder(list[_Event])
 
     def piece(self, event: _Event, payload: bytes, had: int) -> ResponsePart:
-        """Return the content of one event; see :class:`Parser`."""
         choices, usage = event.choices, event.usage
         if choices is None and usage is None:
             raise self.failed(payload)
         choice = choices[0] if choices else _NOTHING
         if choice.index or (choices and len(choices) > 1):
             raise self.wrong("has a second response, but april asked for one")
-        if choice.prompt_token_ids is not None and not np.array_equal(choice.prompt_token_ids, self._prompt):
+        said = choice.prompt_token_ids
+        if said is not None and not np.array_equal(said, self.request.token_ids):
             raise self.wrong("belongs to other prompt ids than were sent")
         logprobs = choice.logprobs.token_logprobs or [] if choice.logprobs is not None else []
         piece = ResponsePart(choice.token_ids or [], logprobs)

@@ -39,6 +39,8 @@ ABORTS_AT_ONCE = 32
 """Maximum number of abort calls in progress to one server; hundreds at a time have crashed servers."""
 HEALTH_S = 5.0
 """Maximum seconds to wait for each answer that a health check needs."""
+ROUTER_PATIENCE_S = 15.0
+"""Maximum seconds to wait for workers that the router does not know yet."""
 STREAM_INTERVAL = 16
 """Default number of tokens per stream event. An abort loses tokens only if the server has preempted the request for
 lack of memory, and then fewer than this number. Client CPU measured per 1,000 tokens: 37 ms at 1 token per event,
@@ -99,14 +101,9 @@ class SglangEngine(ServerEngine):
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
         facts = self.facts
-        parser = ReplyParser(
-            request.attempt_id, incremental=streamed and facts.incremental,
-            routing=facts.routing if request.extras else None, extras_from=request.extras_from,
-            prompt=request.token_ids if request.attached else None,
-        )  # fmt: skip
+        parser = ReplyParser(request, incremental=streamed and facts.incremental, routing=facts.routing)
         adapter = self._adapters.note_request(request.attempt_id) or facts.adapter
-        labels = self._adapters.reading_labels
-        reader = ResponseReader(parser, self._version, labels, len(request.token_ids), request)
+        reader = ResponseReader(parser, self._version, self._labels, self._adapters.adapted_version)
         interval = self._interval(request) if streamed else None
         body = request_body(
             request, stream=streamed, stream_interval=interval, seed=self._seed(request), adapter=adapter, urls=urls,
@@ -221,14 +218,12 @@ class SglangEngine(ServerEngine):
         return local_address(*self.workers[0].client.address)
 
     async def ranks(self) -> int:
-        """Return the number of processes that hold a part of the weights, over all workers."""
         return sum(await self._ranks())
 
     async def _ranks(self) -> list[int]:
         return await asyncio.gather(*(workers_of(worker.client) for worker in self.workers))
 
     async def join(self, meeting: GroupInvitation) -> None:
-        """Have all workers join the sender's group, with consecutive ranks."""
         offset, joins = meeting.rank_offset, []
         for transfer, count in zip(self._transfers, await self._ranks(), strict=True):
             joins.append(transfer.join(meeting, offset))
@@ -241,7 +236,6 @@ class SglangEngine(ServerEngine):
         await all_or_first_error([transfer.begin() for transfer in self._transfers])
 
     async def receive(self, bucket: Sequence[TensorSpec], last: bool) -> None:
-        """Have all workers receive the tensors of one bucket."""
         self._why_incomplete = (
             f"engine {self.name} is between two versions, because a transfer of weights was not completed; update them "
             "again"
@@ -259,7 +253,6 @@ class SglangEngine(ServerEngine):
     # ---------------------------------------------------------------- adapters
 
     async def _load_adapter(self, adapter: LoadedAdapter, version: PolicyVersion) -> None:
-        """Load an adapter on every worker, under the same name."""
         await _all(w.load_adapter(self._labels, self._adapters.base, adapter) for w in self.workers)
 
     async def _unload(self, adapter: LoadedAdapter) -> bool:
@@ -298,16 +291,11 @@ class SglangEngine(ServerEngine):
         return Health(
             ok=bool(well) and not self._why_incomplete and not amiss and not isinstance(router, BaseException),
             detail=problem,
-            counters={
-                "running": float(total.running), "waiting": float(total.waiting), "kv_usage": total.kv_usage,
-                **self.attachments.counters,
-            },
             current=not self._why_incomplete and other is None and not lost,
             load=total if loads else None,
         )
 
     async def _require_router_ready(self) -> None:
-        """Raise EngineError if requests go through a router that is not ready."""
         if all(worker.client is not self._requests for worker in self.workers):
             reply = await self._requests.call("GET", "/readiness", timeout_s=HEALTH_S, retry=True)
             if not reply.ok:
@@ -360,7 +348,8 @@ async def _behind_router(config: SglangEngineConfig, url: str, engines: Sequence
     """Make one engine for the router from the engines of its workers; on failure, close only the router's client."""
     router = client_of(url, config)
     try:
-        await require_same_workers(router, config)
+        # a router that has just started lists no workers at first
+        await require_same_workers(router, config, min(ROUTER_PATIENCE_S, config.probe_timeout_s / 2))
         workers = [worker for engine in engines for worker in engine.workers]
         facts = common_facts([worker.facts for worker in workers])
     except BaseException:

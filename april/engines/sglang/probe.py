@@ -64,7 +64,6 @@ class _SglangProbe(ServerProbe):
     config: SglangEngineConfig
 
     async def facts(self) -> SglangFacts:
-        """Find out all abilities of the server."""
         await self._read()
         model, server = self.model, self.server
         vocab_size, *transfers = await asyncio.gather(self._vocab_size(), *map(self.has_route, TRANSFER_ROUTES))
@@ -74,14 +73,14 @@ class _SglangProbe(ServerProbe):
         seen = LogprobKind.UNKNOWN if self.paused else await self._logprob_kind(vocab_size)
         routing = await self._routing(vocab_size)
         adapter = None if self.served is None or self.served.base is None else self.served.name
-        copies, stages = self.count(server, "dp_size"), self.count(server, "pp_size")
+        copies, stages = positive(server, "dp_size") or 1, positive(server, "pp_size") or 1
         self.lacks(
             copies > 1, LimitCode.SEVERAL_COPIES,
             f"The server runs {copies} data-parallel copies, with which april was not tested",
             "start one server per copy, each with --dp-size 1, and list all of them in engine.urls", "--dp-size 1",
         )  # fmt: skip
         sent = all(transfers) and copies == 1 and stages == 1 and adapter is None
-        incremental = bool(server.get("incremental_streaming_output", server.get("stream_output", False)))
+        incremental = bool(server.get("incremental_streaming_output"))
         self.lacks(
             not incremental, LimitCode.CUMULATIVE_STREAMS,
             "Streams repeat the whole response in every event, which costs time quadratic in its length, so april asks "
@@ -108,7 +107,7 @@ class _SglangProbe(ServerProbe):
             incremental=incremental, routing=routing,
             capabilities=self.capabilities(
                 logprob_kind=self.logprobs(seen, _RAW_LOGPROBS), vocab_size=vocab_size,
-                context=_context(server, self.models), places=positive(server, "max_running_requests"),
+                context=_context(server), places=positive(server, "max_running_requests"),
                 eos_token_ids=self.ends(), updates_from_disk=adapter is None,
                 collective=_backends(server) if sent else (), adapters=site,
                 extras=() if routing is None else (ROUTED_EXPERTS,),
@@ -121,9 +120,8 @@ class _SglangProbe(ServerProbe):
         )  # fmt: skip
 
     async def _read(self) -> None:
-        """Read the server's descriptions of itself."""
         client = self.client
-        self.model, self.server, self.models, ready, *needed = await asyncio.gather(
+        self.model, self.server, models, ready, *needed = await asyncio.gather(
             self.get_json("/model_info", has="model_path"), self.get_json("/server_info", has="version"),
             self.get_json("/v1/models", has="data"), client.call("GET", "/ready", timeout_s=None, retry=True),
             *map(self.has_route, NEEDED_ROUTES),
@@ -136,8 +134,8 @@ class _SglangProbe(ServerProbe):
         if missing := [route for route, found in zip(NEEDED_ROUTES, needed, strict=True) if not found]:
             raise self._too_old(f"has no {missing[0]}")
         self.label = str(self.model.get("weight_version"))
-        if self.models is not None or self.config.model is not None:
-            self.choose_model(self.models)
+        if models is not None or self.config.model is not None:
+            self.choose_model(models)
         self.paused = ready.status == 503
         self.lacks(
             self.paused, LimitCode.PAUSED,
@@ -185,7 +183,6 @@ class _SglangProbe(ServerProbe):
         return said
 
     async def _attachments(self) -> tuple[str, ...]:
-        """Return the accepted kinds of attachments."""
         sees = any("vision_config" in file for file in self.files)
         if not self.model.get("has_image_understanding", sees):
             return ()
@@ -239,7 +236,6 @@ class _SglangProbe(ServerProbe):
         return await self.kind_of_logprobs(ask)
 
     async def _token(self, prompt: list[int], params: dict[str, Any], **asked: Any) -> Meta:
-        """Generate one token, and return the ``meta_info`` of the response."""
         body = {
             "rid": self.new_id(),
             "input_ids": prompt,
@@ -267,7 +263,7 @@ def _backends(server: dict[str, Any]) -> tuple[str, ...]:
     return (GLOO,) if device == "cpu" else (NCCL, GLOO) if device == "cuda" else ()
 
 
-def _context(server: dict[str, Any], models: Any) -> int | None:
+def _context(server: dict[str, Any]) -> int | None:
     """Return the maximum tokens of a request, response included; None if unknown.
 
     SGLang accepts only inputs that are a few tokens shorter than its context, and silently ends responses two tokens
@@ -276,9 +272,4 @@ def _context(server: dict[str, Any], models: Any) -> int | None:
     longest, memory = positive(server, "max_req_input_len"), positive(server, "max_total_num_tokens")
     if longest is not None and memory is not None and longest < memory:  # otherwise it is the memory of one shard
         longest = min(longest, memory - 2 * (positive(server, "page_size") or 1))
-    if longest is None:
-        try:
-            longest = int(server.get("context_length") or models["data"][0]["max_model_len"]) - 6
-        except (KeyError, IndexError, TypeError, ValueError):
-            return None
     return longest

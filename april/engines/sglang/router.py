@@ -13,8 +13,6 @@ from april.engines.sglang.probe import SglangFacts
 from april.errors import ConfigError
 from april.text.server_text import clean
 
-EMPTY_PATIENCE_S = 15.0
-"""Maximum seconds to wait for the router's workers, since a router that has just started lists none at first."""
 ASK_AGAIN_S = 0.25
 
 
@@ -36,11 +34,11 @@ async def router_workers(router: HttpClient) -> frozenset[str]:
     return urls
 
 
-async def require_same_workers(router: HttpClient, config: SglangEngineConfig) -> None:
-    """Raise ConfigError unless the router's workers are ``engine.urls``; waits a while for missing workers."""
+async def require_same_workers(router: HttpClient, config: SglangEngineConfig, patience_s: float = 0.0) -> None:
+    """Raise ConfigError unless the router's workers are ``engine.urls``; wait so long for missing workers."""
     wanted = frozenset(config.urls)
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + min(EMPTY_PATIENCE_S, config.probe_timeout_s / 2)
+    deadline = loop.time() + patience_s
     found = await router_workers(router)
     while found < wanted and loop.time() < deadline:
         await asyncio.sleep(ASK_AGAIN_S)
@@ -90,7 +88,6 @@ _MAY_DIFFER = ("max_context", "max_in_flight", "first_weights", "limits", "needs
 
 
 def _abilities(worker: SglangFacts) -> dict[str, object]:
-    """Return the values in which the workers of one router must agree."""
     c = worker.capabilities
     return {field.name: getattr(c, field.name) for field in fields(c) if field.name not in _MAY_DIFFER} | {
         "incremental": worker.incremental, "version": worker.software, "adapter": worker.adapter,

@@ -44,7 +44,6 @@ class WeightTransfer:
 
     @property
     def client(self) -> HttpClient:
-        """Return the client of the server."""
         return self.worker.client
 
     async def join(self, meeting: GroupInvitation, rank_offset: int) -> None:

@@ -18,7 +18,7 @@ from april.engines.http.token_rows import InvalidRows, Routing, experts_of_numbe
 from april.engines.http.weight_labels import Span
 from april.engines.http.wire import NotJson, failure_of, read_json
 from april.engines.openai.wire import bias_of
-from april.engines.protocol import ROUTED_EXPERTS, EngineFinish, Int32, Request
+from april.engines.protocol import ROUTED_EXPERTS, EngineFinish, Request
 from april.errors import EngineError, WireError
 from april.text.server_text import clean, quoted
 
@@ -64,8 +64,6 @@ class Reply(msgspec.Struct):
     """Prompt ids, repeated in every event; empty unless they were requested."""
 
 
-DECODER = msgspec.json.Decoder(Reply)
-_LIST_DECODER = msgspec.json.Decoder(list[Reply])
 _FINISHES = {"stop": EngineFinish.STOP, "length": EngineFinish.LENGTH, "abort": EngineFinish.ABORT}
 
 
@@ -152,58 +150,51 @@ def name_under(label: str, digest: str) -> str:
 class ReplyParser(Parser[Reply]):
     """Parser for ``/generate``. With ``incremental``, events contain only new tokens, otherwise all tokens so far.
 
-    ``routing`` is the shape of the requested experts (None if none were requested), ``extras_from`` the first requested
-    row. Prompt ids that the server reports must equal ``prompt``; None means no check.
+    ``routing`` is the shape of routed experts; None if the server returns none. If a prompt has images, the ids that
+    the server reports must be those to which april has expanded the prompt.
     """
 
-    __slots__ = ("_extras_from", "_incremental", "_prompt", "_rid", "_routing")
+    __slots__ = ("_incremental", "_prompt_due", "_rid", "_routing")
 
+    decoder, list_decoder = msgspec.json.Decoder(Reply), msgspec.json.Decoder(list[Reply])
     count_may_follow = False
 
-    def __init__(
-        self, attempt_id: str, *, incremental: bool, routing: Routing | None = None, extras_from: int = 0,
-        prompt: Int32 | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(attempt_id, DECODER, _LIST_DECODER)
-        self._routing, self._extras_from, self._prompt = routing, extras_from, prompt
-        self._rid = rid_of(attempt_id)
-        self._incremental = incremental
+    def __init__(self, request: Request, *, incremental: bool, routing: Routing | None = None) -> None:
+        super().__init__(request)
+        self._incremental, self._routing = incremental, routing
+        self._rid = rid_of(request.attempt_id)
+        self._prompt_due = bool(request.attached)
 
     def piece(self, event: Reply, payload: bytes, had: int) -> ResponsePart:
-        """Return the content of one event; see :class:`Parser`."""
         meta = event.meta_info
         if meta is None:
             raise self.failed(payload)
         if meta.id != self._rid:
             raise WireError(f"attempt {self.attempt_id} got the answer of {quoted(meta.id)}")
-        if self._prompt is not None and (said := bytes(event.prompt_token_ids)):
-            self._require_prompt(self._prompt, said)
-            self._prompt = None
+        if self._prompt_due and (said := bytes(event.prompt_token_ids)):
+            self._require_prompt(said)
+            self._prompt_due = False
         ids, logprobs = self._new_tokens(event, meta, had)
         end = None if meta.finish_reason is None else self._end(meta.finish_reason, meta)
         return ResponsePart(
             ids, logprobs, end, meta.weight_version, meta.prompt_tokens, cached_tokens=meta.cached_tokens
         )
 
-    def _require_prompt(self, sent: Int32, said: bytes) -> None:
+    def _require_prompt(self, said: bytes) -> None:
         try:
             ids = read_json(said, list[int] | None)
         except NotJson as error:
             raise self.wrong(f"has prompt ids that cannot be read: {error}") from None
         if ids is not None:
-            require_prompt(self, sent, ids)
+            require_prompt(self, ids)
 
     def _new_tokens(self, reply: Reply, meta: Meta, had: int) -> tuple[list[int], list[float]]:
         """Return the ids and log-probabilities of the tokens that follow the ``had`` tokens of earlier events."""
         ids, scored = reply.output_ids, meta.output_token_logprobs
         aborted = meta.finish_reason is not None and meta.finish_reason.type == "abort"
         total = meta.completion_tokens
-        if total is None:
-            # old servers report no count for a request that was aborted in the queue and has no new tokens; in other
-            # events, new and repeated tokens cannot be told apart without a count
-            if not aborted:
-                raise self.wrong("does not report how many tokens there are")
-            total = had if self._incremental else len(ids)
+        if total is None:  # new and repeated tokens could not be told apart
+            raise self.wrong("does not report how many tokens there are")
         new = total - had
         if new < 0:
             raise self.wrong(f"had {had} tokens and now has {total}")
@@ -228,8 +219,7 @@ class ReplyParser(Parser[Reply]):
         return ids, [one.logprob for one in scored]
 
     def _extras(self, meta: Meta) -> Extras:
-        """Return the routed experts of the response; empty if none were requested."""
-        if self._routing is None or meta.routed_experts is None:
+        if self._routing is None or not self.request.extras or meta.routed_experts is None:
             return NO_EXTRAS
         try:
             return {ROUTED_EXPERTS: experts_of_numbers(meta.routed_experts, self._routing)}
@@ -247,5 +237,5 @@ class ReplyParser(Parser[Reply]):
             reason = WireError(f"attempt {self.attempt_id}: unknown finish reason {quoted(finish.type)}")
         return ResponseEnd(
             reason, None if isinstance(matched, list) else matched, meta.weight_versions or None, self._extras(meta),
-            self._extras_from,
+            self.request.extras_from,
         )  # fmt: skip

@@ -96,7 +96,6 @@ class SglangWorker:
             raise errors[0]
 
     async def label(self) -> str:
-        """Return the label (version name) that the server shows for its present weights."""
         return await weight_version(self.client, "/model_info")
 
     async def is_foreign(self, labels: WeightLabels, version: PolicyVersion) -> bool:

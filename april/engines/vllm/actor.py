@@ -60,7 +60,6 @@ class EngineActor:
         return pack(ChunkMessage(request.attempt_id, joined(chunks), True))
 
     async def abort(self, attempt_ids: Sequence[str]) -> None:
-        """Abort these attempts."""
         await self._engine.abort(attempt_ids)
 
     async def update_weights(self, version: Sequence[int], process_id: str = "") -> bytes:
@@ -159,7 +158,6 @@ class ActorEngine(ServerEngine):
                 self._process_id = (await self._ask(CallReply, "april_health")).session
 
     async def resume(self) -> None:
-        """Admit requests again."""
         self._process_id = ""
         await super().resume()
 
@@ -186,8 +184,7 @@ class ActorEngine(ServerEngine):
         assert now.health is not None
         current = now.version == self._version
         detail = now.health.detail if current else "its actor was restarted, with the weights of its start"
-        counters = {"open_requests": float(len(self._admission.inside))}
-        return Health(ok=now.health.ok, detail=detail, counters=counters, current=current)
+        return Health(ok=now.health.ok, detail=detail, current=current)
 
     async def close(self) -> None:
         """Abort all requests. The actor keeps running until the trainer shuts it down."""
@@ -207,7 +204,6 @@ class ActorEngine(ServerEngine):
         return answer
 
     async def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the actor once; any failure is raised as EngineError."""
         try:
             return await getattr(self._actor, method).remote(*arguments)
         except asyncio.CancelledError:

@@ -103,8 +103,8 @@ class VllmEngine(Transfers):
     def _prepare(self, request: Request, streamed: bool, urls: Urls) -> tuple[ResponseReader, bytes]:
         self._check(request)
         facts, capabilities = self.facts, self._capabilities
-        labels, parser = self._adapters.reading_labels, TokenParser(request, facts.routing)
-        reader = ResponseReader(parser, self._version, labels, len(request.token_ids), request)
+        parser = TokenParser(request, facts.routing)
+        reader = ResponseReader(parser, self._version, self._labels, self._adapters.adapted_version)
         model = self._adapters.note_request(request.attempt_id) or facts.model
         body = request_body(
             model, request, stream=streamed, priority=facts.priorities, bans=capabilities.bans,
@@ -163,7 +163,6 @@ class VllmEngine(Transfers):
         await super().resume()
 
     async def _note_label(self) -> None:
-        """Note the label that the paused server shows."""
         self._paused_as = None
         with suppress(EngineError, TimeoutError):  # a server that does not answer fails in the update
             async with asyncio.timeout(PAUSE_CHECK_S):
@@ -175,7 +174,6 @@ class VllmEngine(Transfers):
         return local_address(*self._client.address)
 
     async def ranks(self) -> int:
-        """Return the number of workers, over all data-parallel copies."""
         said = await self._client.json("GET", "/get_world_size", params={"include_dp": "true"}, retry=True)
         size = positive(said, "world_size") if isinstance(said, dict) else None
         if size is None:
@@ -357,25 +355,21 @@ class VllmEngine(Transfers):
             return Health(ok=False, detail=str(error))
         current = self._labels.is_of(label, self._adapters.base) and not lost
         load = (await read_metrics(self._client)).load
-        counters = {} if load is None else {"running": float(load.running), "waiting": float(load.waiting)}
-        counters |= self.attachments.counters
         findings = (
             self._why_incomplete, problem, "" if current else "the server was restarted, or has other weights",
             "somebody has paused the server; resume it (POST /resume)" if paused else "",
         )  # fmt: skip
         detail = "; ".join(filter(None, findings))
         whole = not self._why_incomplete
-        return Health(ok=whole and not problem, detail=detail, counters=counters, current=current and whole, load=load)
+        return Health(ok=whole and not problem, detail=detail, current=current and whole, load=load)
 
     async def _has_weights(self) -> bool | None:
-        """Return whether the server has the present weights; None if it does not answer."""
         try:
             return self._labels.is_of(await self.label(), self._adapters.base)
         except EngineError:
             return None
 
     async def _is_paused(self) -> bool:
-        """Return whether another client has paused the server."""
         if self._pausing or self._pause_policy is not None:
             return False
         reply = await self._client.call("GET", "/is_paused", retry=True)

@@ -35,7 +35,6 @@ class BucketInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     shapes: list[list[int]]
 
     def specs(self) -> list[TensorSpec]:
-        """Return one spec per tensor."""
         every = zip(self.names, self.dtype_names, self.shapes, strict=True)
         return [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in every]
 
@@ -67,7 +66,6 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketInfo) -> None:
-        """Receive one bucket and load it."""
         if self._receiver is None:
             raise RuntimeError("init_weight_transfer_engine has not been called, or the group was closed")
         try:
@@ -84,7 +82,6 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Leave the group."""
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None

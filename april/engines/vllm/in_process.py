@@ -25,7 +25,7 @@ from april.engines.http.loop_relay import LoopRelay, result_from
 from april.engines.http.response_reader import OTHER_PROCESSOR
 from april.engines.http.token_rows import InvalidRows, Routing, experts_of_array
 from april.engines.http.weight_labels import first_weights, foreign_weights
-from april.engines.http.wire import chunk_of, empty_chunk, failure_of
+from april.engines.http.wire import empty_chunk, failure_of, float32_array, int32_array
 from april.engines.openai.wire import NEVER, structured_outputs_of
 from april.engines.protocol import ROUTED_EXPERTS, Capabilities, Chunk, EngineFinish, FirstWeights, Health, Request
 from april.engines.vllm.kv_connectors import require_salts_kept_apart
@@ -189,8 +189,10 @@ class VllmInProcessEngine(Transfers):
         self._check_labels(request, getattr(completion, "weight_versions", None))
         finish = self._finish(completion.finish_reason)
         stopped_at = getattr(completion, "stop_reason", None) if finish is EngineFinish.STOP else None
-        cached = getattr(output, "num_cached_tokens", None)
-        return replace(chunk_of(tokens, logprobs, version, finish), stopped_at=stopped_at, cached_tokens=cached)
+        return Chunk(
+            int32_array(tokens), float32_array(logprobs), version, finish, stopped_at,
+            cached_tokens=getattr(output, "num_cached_tokens", None),
+        )  # fmt: skip
 
     def _rows(self, request: Request, completion: Any, finish: EngineFinish, made: int) -> Extras:
         """Return the requested rows of routed experts, out of the rows that vLLM sends for the whole conversation."""
@@ -207,7 +209,6 @@ class VllmInProcessEngine(Transfers):
         return wanted
 
     def _require_expanded(self, request: Request, said: Sequence[int] | None) -> None:
-        """Raise WireError unless vLLM has expanded the prompt to the same ids as april."""
         if said is not None and (
             len(said) != len(request.token_ids) or not np.array_equal(np.asarray(said), request.token_ids)
         ):
@@ -279,7 +280,6 @@ class VllmInProcessEngine(Transfers):
     sender_address = "127.0.0.1"
 
     async def ranks(self) -> int:
-        """Return the number of workers, over all data-parallel copies."""
         parallel = self._llm.vllm_config.parallel_config
         return int(parallel.world_size) * int(parallel.data_parallel_size)
 
@@ -302,9 +302,7 @@ class VllmInProcessEngine(Transfers):
             await self._call_on_llm_loop(self._llm.check_health)
         except Exception as error:
             return Health(ok=False, detail=f"{type(error).__name__}: {clean(error)}")
-        if self._why_incomplete:
-            return Health(ok=False, detail=self._why_incomplete)
-        return Health(ok=True, counters={"open_requests": float(len(self._admission.inside))})
+        return Health(ok=not self._why_incomplete, detail=self._why_incomplete)
 
     async def close(self) -> None:
         """Abort april's requests. The AsyncLLM keeps running until its owner shuts it down."""

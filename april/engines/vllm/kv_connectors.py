@@ -35,7 +35,7 @@ def require_salts_kept_apart(server: str, config: object, trusted: Collection[st
         ConfigError: A KV connector is not known to keep the keys of different salts apart, or encoder outputs are
             cached outside the server.
     """
-    for name in _names(_field(config, "kv_transfer_config")):
+    for name in connector_names(_field(config, "kv_transfer_config")):
         if name not in KEEP_SALTS_APART and name not in trusted:
             raise _refusal(server, f"the KV connector {clean(name, 64)}")
     encoded = _field(_field(config, "ec_transfer_config"), "ec_connector")
@@ -53,11 +53,6 @@ def refuse_hidden_connector(server: str, trusted: Collection[str]) -> None:
         raise _refusal(server, "a KV connector whose name is hidden without VLLM_SERVER_DEV_MODE=1")
 
 
-def has_connector(transfer: object) -> bool:
-    """Return whether a ``kv_transfer_config`` names a connector."""
-    return bool(_names(transfer))
-
-
 def _refusal(server: str, what: str) -> ConfigError:
     return ConfigError(
         f"{server} has {what}, and april does not know whether it separates keys with different cache salts; if not, "
@@ -67,14 +62,14 @@ def _refusal(server: str, what: str) -> ConfigError:
     )
 
 
-def _names(transfer: object) -> list[str]:
+def connector_names(transfer: object) -> list[str]:
     """Return the connector names in a ``kv_transfer_config``; for a MultiConnector, the names of its parts."""
     if transfer is None:
         return []
     name, extra = _field(transfer, "kv_connector"), _field(transfer, "kv_connector_extra_config")
     parts = _field(extra, "connectors")
     if name == "MultiConnector" and isinstance(parts, list):
-        return [inner for part in parts for inner in _names(part)]
+        return [inner for part in parts for inner in connector_names(part)]
     return [] if name is None else [str(name)]
 
 

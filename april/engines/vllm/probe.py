@@ -19,7 +19,7 @@ from april.engines.http.wire import NotJson, error_text, positive, read_json
 from april.engines.openai.probe import OpenAIFacts, completions_facts
 from april.engines.openai.wire import ROUTE as COMPLETIONS_ROUTE
 from april.engines.protocol import ROUTED_EXPERTS, AdapterSite, OnWeightUpdate
-from april.engines.vllm.kv_connectors import has_connector, refuse_hidden_connector, require_salts_kept_apart
+from april.engines.vllm.kv_connectors import connector_names, refuse_hidden_connector, require_salts_kept_apart
 from april.engines.vllm.plugin import BACKEND, BACKENDS
 from april.engines.vllm.wire import PARTS, TOKEN_ROUTE, TokenReply, misses_attachment
 from april.errors import ConfigError, RequestRefused, WireError
@@ -69,7 +69,6 @@ class _VllmProbe(ServerProbe):
     served: ServedModel
 
     async def facts(self) -> VllmFacts:
-        """Find out all abilities of a server whose routes are all open."""
         attachments, keeps_attachments = await self._attachments()
         vocab_size = await self._vocab_size()
         seen = LOGPROBS_MODES.get(str(self.settings.get("logprobs_mode")), LogprobKind.UNKNOWN)
@@ -104,7 +103,7 @@ class _VllmProbe(ServerProbe):
         """Find out what a server with closed routes can do as an OpenAI-compatible server."""
         if self.paused:
             require_left_paused(self.client.url, None, None, _RESUME)
-        several = self.count(self.settings, "_api_process_count") > 1
+        several = not self.one_process
         one = ", and --api-server-count 1" if several else ""
         self.needs |= {"adapters": _ADAPTERS_NEED + one, "extras": _EXPERTS_NEED + one}
         if any("vision_config" in file for file in self.files):
@@ -144,11 +143,9 @@ class _VllmProbe(ServerProbe):
         self.choose_model(models)
         self.card, self.settings = self.served.card, _settings(self.shown)
         routes = await asyncio.gather(self._offers_tokens(), *map(self.has_route, DEVELOPER_ROUTES))
-        one_process = self.count(self.settings, "_api_process_count") == 1
+        self.one_process = (positive(self.settings, "_api_process_count") or 1) == 1
         label = label.get("weight_version") if isinstance(label, dict) else None
-        if not isinstance(label, str | None):
-            raise self.odd_value("weight_version", label)
-        self.is_open = all(routes) and one_process and bool(self.shown) and label is not None
+        self.is_open = all(routes) and self.one_process and bool(self.shown) and isinstance(label, str)
         self.label = label if self.is_open else None
         self.paused = bool(isinstance(paused, dict) and paused.get("is_paused"))
         self.files = await asyncio.to_thread(model_files, self.card.get("root"))
@@ -217,29 +214,16 @@ class _VllmProbe(ServerProbe):
         """
         if (positive(self.settings, "data_parallel_size") or 1) > 1:
             return ()
-        if has_connector(self.shown.get("kv_transfer_config")):
+        if connector_names(self.shown.get("kv_transfer_config")):
             # a prompt that is recomputed keeps its old salt, so the connector would return the old keys and values
             return (OnWeightUpdate.KEEP,)
         return (OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE)
 
     async def _attachments(self) -> tuple[tuple[str, ...], bool]:
-        """Return the accepted kinds of attachments, and whether the server keeps them."""
-        kinds, why_not, keeps = await self._attachments_taken()
-        if why_not:
-            need = "start the server without --language-model-only, and with --limit-mm-per-prompt above 0"
-            self.needs["attachments"] = need
-            self.lacks(
-                True, LimitCode.NO_ATTACHMENTS,
-                f"The model accepts images, but april cannot send any to this server: {why_not}", need,
-            )  # fmt: skip
-        return kinds, keeps
-
-    async def _attachments_taken(self) -> tuple[tuple[str, ...], str, bool]:
-        """Return the accepted kinds of attachments, why a model with vision gets none, and whether they are kept.
+        """Return the accepted kinds of attachments, and whether the server keeps them.
 
         The request names an unknown image; a server that accepts images answers that the image's bytes are missing.
         """
-        sees = any("vision_config" in file for file in self.files)
         name = self.new_id()
         reply = await self.ask(TOKEN_ROUTE, {
             "request_id": name, "token_ids": [0], "model": self.served.name,
@@ -248,13 +232,17 @@ class _VllmProbe(ServerProbe):
         })  # fmt: skip
         said = error_text(reply.body)
         if not reply.ok and misses_attachment(RequestRefused(said)):
-            return tuple(PARTS), "", True
+            return tuple(PARTS), True
         if reply.status == 400 and _NOT_KEPT.search(said):
-            return tuple(PARTS), "", False
-        if reply.status == 400 and re.search(r"\bnot a multimodal model\b", said):
-            return (), "", False
-        why = "it does not look at content_parts" if reply.ok else f"it says {said!r}"
-        return (), why if sees else "", False
+            return tuple(PARTS), False
+        is_text_model = reply.status == 400 and re.search(r"\bnot a multimodal model\b", said)
+        if not is_text_model and any("vision_config" in file for file in self.files):
+            need = "start the server without --language-model-only, and with --limit-mm-per-prompt above 0"
+            self.needs["attachments"] = need
+            why = "it does not look at content_parts" if reply.ok else f"it says {said!r}"
+            consequence = f"The model accepts images, but april cannot send any to this server: {why}"
+            self.lacks(True, LimitCode.NO_ATTACHMENTS, consequence, need)
+        return (), False
 
     async def _routing(self) -> Routing | None:
         """Return the shape of routed experts; if the server returns none, note how to get them, and return None."""

@@ -63,7 +63,6 @@ class Transfers(ServerEngine):
         return Handshake.TORCH if GLOO in self._capabilities.collective else Handshake.UNIQUE_ID
 
     async def join(self, meeting: GroupInvitation) -> None:
-        """Have all workers join the sender's group."""
         info: dict[str, Any] = {"rank_offset": meeting.rank_offset, "world_size": meeting.world_size}
         if meeting.backend == GLOO:
             info |= {
@@ -92,7 +91,6 @@ class Transfers(ServerEngine):
         await self._transfer(START)
 
     async def receive(self, bucket: Sequence[TensorSpec], last: bool) -> None:
-        """Have the workers receive one bucket."""
         info = {
             "names": [spec.name for spec in bucket], "dtype_names": [spec.dtype for spec in bucket],
             "shapes": [spec.shape for spec in bucket],
@@ -136,7 +134,6 @@ class Transfers(ServerEngine):
         self._nothing_to_forget = True
 
     async def resume_other_clients(self) -> None:
-        """Resume the requests of other clients."""
         held, self._pause_of_others = self._pause_of_others, None
         if held is not None:
             await held.aclose()

@@ -94,8 +94,6 @@ class TokenReply(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
-TOKEN_DECODER = msgspec.json.Decoder(TokenReply)
-_TOKEN_LIST_DECODER = msgspec.json.Decoder(list[TokenReply])
 _NOTHING = _Choice()
 
 
@@ -106,26 +104,28 @@ class TokenParser(Parser[TokenReply]):
     that routed experts must have; None if unknown.
     """
 
-    __slots__ = ("_extras_wanted", "_prompt", "_routing")
+    __slots__ = ("_prompt_due", "_routing")
+
+    decoder, list_decoder = msgspec.json.Decoder(TokenReply), msgspec.json.Decoder(list[TokenReply])
 
     def __init__(self, request: Request, routing: Routing | None = None) -> None:
-        super().__init__(request.attempt_id, TOKEN_DECODER, _TOKEN_LIST_DECODER)
-        self._extras_wanted, self._routing = ROUTED_EXPERTS in request.extras, routing
-        self._prompt = request.token_ids if request.attached else None
+        super().__init__(request)
+        self._routing = routing
+        self._prompt_due = bool(request.attached)
+        """True until the server has shown the ids of a prompt with attachments."""
 
     def piece(self, event: TokenReply, payload: bytes, had: int) -> ResponsePart:
-        """Return the content of one event; see :class:`Parser`."""
         choices, usage = event.choices, event.usage
         if choices is None:
             raise self.failed(payload)
         choice = choices[0] if choices else _NOTHING
         if choice.index or len(choices) > 1:
             raise self.wrong("has a second response, but april asked for one")
-        if self._prompt is not None and (choice.token_ids or event.prompt_token_ids is not None):
+        if self._prompt_due and (choice.token_ids or event.prompt_token_ids is not None):
             if event.prompt_token_ids is None:
                 raise self.wrong("does not contain the ids of its expanded prompt (return_token_ids)")
-            require_prompt(self, self._prompt, event.prompt_token_ids)
-            self._prompt = None
+            require_prompt(self, event.prompt_token_ids)
+            self._prompt_due = False
         ids = choice.token_ids or []
         content = choice.logprobs.content or [] if choice.logprobs is not None else []
         if len(content) == 1:  # the usual case, for which the loops below would be slow
@@ -142,7 +142,7 @@ class TokenParser(Parser[TokenReply]):
 
     def _extras(self, choice: _Choice) -> Extras:
         """Return the routed experts of the conversation, or none if they were not requested but sent all the same."""
-        if not self._extras_wanted or choice.routed_experts is None:
+        if ROUTED_EXPERTS not in self.request.extras or choice.routed_experts is None:
             return NO_EXTRAS
         try:
             return {ROUTED_EXPERTS: experts_of_npy(choice.routed_experts, self._routing)}
