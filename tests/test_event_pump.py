@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,13 @@ def test_everybody_who_drives_a_core_does_it_by_the_pump() -> None:
     assert callers == {"event_pump.py", "replay.py"}
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_a_command_without_an_executor_is_noticed_at_once(name: str) -> None:
-    """Not when it comes for the first time, perhaps after hours; nor may two places claim it."""
+def test_a_command_without_an_executor_is_noticed_at_once() -> None:
+    """Not when it comes for the first time, perhaps after hours."""
     core = CoreMachine(settings(), lambda g, i: 5).core
-    all_of_them = dict.fromkeys(do.Command.__subclasses__(), print)
-    executors = {t: run for t, run in all_of_them.items() if t.__name__ != name}
-    with pytest.raises(TypeError, match=f"exactly one executor: {name}$"):
+    executors = dict.fromkeys(do.Command.__subclasses__(), print)
+    del executors[do.Fence]
+    with pytest.raises(TypeError, match="nothing executes Fence"):
         EventPump(core, executors)
-    with pytest.raises(TypeError, match=f"exactly one executor: {name}$"):
-        EventPump(core, all_of_them, ignored=[getattr(do, name)])
-    EventPump(core, executors, ignored=[getattr(do, name)])
 
 
 class Scripted:
@@ -81,6 +78,10 @@ class Scripted:
         return [do.DrawPrompts(event)] * event
 
 
+def pump_of(core: Any, draw: Callable[[do.DrawPrompts], None]) -> EventPump:
+    return EventPump(core, {**dict.fromkeys(do.Command.__subclasses__(), print), do.DrawPrompts: draw})
+
+
 def test_what_an_executor_posts_comes_after_what_waits() -> None:
     """The commands of one event are all carried out before the next event, in the order in which events came."""
     core, seen = Scripted(), []
@@ -89,7 +90,7 @@ def test_what_an_executor_posts_comes_after_what_waits() -> None:
         seen.append(command.count)
         pump.post(command.count - 1)
 
-    pump = EventPump(core, {do.DrawPrompts: draw}, set(do.Command.__subclasses__()) - {do.DrawPrompts})
+    pump = pump_of(core, draw)
     pump.post(2)
     assert core.handled == [2, 1, 1, 0, 0]
     assert seen == [2, 2, 1, 1]
@@ -104,7 +105,7 @@ def test_an_error_ends_the_run_of_the_pump_and_the_next_event_begins_anew() -> N
         if fails.pop():
             raise OSError("gone")
 
-    pump = EventPump(core, {do.DrawPrompts: draw}, set(do.Command.__subclasses__()) - {do.DrawPrompts})
+    pump = pump_of(core, draw)
     with pytest.raises(OSError, match="gone"):
         pump.post(1)
     fails.append(False)
