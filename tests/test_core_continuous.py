@@ -95,31 +95,6 @@ def test_admission_ends_where_the_plan_says_and_goes_on_with_an_update() -> None
     assert m.core.counters["aborted_attempts"] == 2
 
 
-def test_only_an_update_cuts_and_what_it_cut_goes_on_first_under_the_new_weights() -> None:
-    """Tokens of before and after the update carry their own versions; carry goes before what was not begun."""
-    m = Machine(9, n=2, samples=1, max_in_flight=3)
-    m.ask()
-    first, second, third = sorted(m.in_flight, key=lambda i: m.in_flight[i].sample.id)
-    m.tokens(second, 4)
-    m.tokens(third, 5)
-    m.end(first)
-
-    m.post(ev.UpdateRequested(update=1, path="/w"))
-    assert m.abort_asked >= {second, third}
-    started = len(m.commands)
-    m.finish_aborts()
-
-    assert m.core.clock.current.n == 1
-    assert [c.attempt.sample.id.group for c in m.commands[started:] if isinstance(c, do.Submit)][:2] == [1, 2]
-    for group in m.groups():
-        m.finish(group)
-    (batch,) = m.batches
-    assert [(s.id.group, [(part.version.n, part.count) for part in s.segments]) for s in batch.samples] == [
-        (0, [(0, 9)]), (1, [(0, 4), (1, 5)]),
-    ]  # fmt: skip
-    assert all(s.loss_mask.all() for s in batch.samples)
-
-
 def test_an_evaluation_cuts_nothing_and_an_update_waits_for_it() -> None:
     """Its requests have places beyond max_in_flight and leave training its own; the weights stay until it has ended."""
     m = Machine(9, n=2, samples=1, max_in_flight=2)

@@ -163,7 +163,7 @@ def test_restoring_into_whole_groups_is_refused_where_they_would_be_late(auto: t
         m.finish_aborts()
     for attempt_id in m.in_flight:
         m.tokens(attempt_id, 3)
-    with pytest.raises(CheckpointError, match=r"of the 13 groups .* saved with .*; set .* or group_quorum as it was"):
+    with pytest.raises(CheckpointError, match=r"of the 13 groups .* saved with .*; set these as they were"):
         restored(m, **changes)
     restored(m, group_quorum=0.75, **changes)
 

@@ -13,7 +13,6 @@ from core_machine import CoreMachine, settings
 from april.core import commands as do
 from april.core import events as ev
 from april.core.event_pump import EventPump
-from april.core.rollout_core import RolloutCore
 
 PACKAGE = Path(__file__).parent.parent / "april"
 EVENTS = {t.__name__ for t in ev.Event.__subclasses__()}
@@ -45,17 +44,6 @@ def test_every_event_is_told_and_every_command_is_given_by_somebody() -> None:
     given = set().union(*(calls(tree) for path, tree in trees.items() if path.parent.name == "core"))
     assert told >= EVENTS
     assert given >= COMMANDS
-
-
-def test_everybody_who_drives_a_core_does_it_by_the_pump() -> None:
-    """Commands are carried out in one place; a replay carries out nothing."""
-    callers = {
-        path.name
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "handle"
-    }
-    assert callers == {"event_pump.py", "replay.py"}
 
 
 def test_a_command_without_an_executor_is_noticed_at_once() -> None:
@@ -111,17 +99,3 @@ def test_an_error_ends_the_run_of_the_pump_and_the_next_event_begins_anew() -> N
     fails.append(False)
     pump.post(1)
     assert core.handled == [1, 1, 0]
-
-
-def test_a_pump_reads_as_little_of_the_core_as_its_way_in() -> None:
-    """Whoever wraps ``handle`` of a core, to record it or to break it, is heard."""
-    m = CoreMachine(settings(n=1, samples=1), lambda g, i: 5)
-    seen: list[ev.Event] = []
-
-    def recorded(event: ev.Event) -> list[do.Command]:
-        seen.append(event)
-        return RolloutCore.handle(m.core, event)
-
-    m.core.handle = recorded  # type: ignore[method-assign]
-    m.post(ev.StepRequested())
-    assert [type(event) for event in seen] == [ev.StepRequested, ev.PromptsDrawn, ev.CallMade]
