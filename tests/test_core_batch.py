@@ -10,7 +10,7 @@ from core_machine import EOS, CoreMachine, asked, settings
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.batch import deliver_sample, pad
+from april.core.batch import pad
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.tape import AttemptTape, Segment, SegmentKind, TokenTape, versions_of
@@ -104,13 +104,6 @@ def test_arrays_of_a_batch() -> None:
     assert arrays["version_n"][2].tolist() == [0] * 5 + [-1]
     assert arrays["response_ids"].dtype == arrays["version_n"].dtype == np.int32
     assert pad([], 0, np.int32).shape == (0, 0)
-
-
-def test_unfinished_samples_are_not_delivered() -> None:
-    """A row without a finish reason would be half a response."""
-    m = asked()
-    with pytest.raises(ValueError, match=r"g0\.s0 is not finished"):
-        deliver_sample(m.sample(0), m.core.clock.staleness, None)
 
 
 # ---------------------------------------------------------------- conversations

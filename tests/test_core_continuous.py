@@ -55,29 +55,6 @@ class Machine(CoreMachine):
         return {i for c in self.commands if isinstance(c, do.Abort) for i in c.attempt_ids}
 
 
-def test_a_delivery_cuts_nothing_and_work_goes_on_while_the_trainer_trains() -> None:
-    """The requests in flight stay the same ones; their places are filled, though nobody has asked for a batch."""
-    m = Machine(9, n=2, samples=2)
-    m.ask()
-    assert m.groups() == [0, 1]
-    m.finish(0)
-    assert m.groups() == [1, 2]
-    goes_on = {a.id for a in m.in_flight.values() if a.sample.id.group == 1}
-
-    m.finish(2)
-    assert [b.group_sizes for b in m.batches] == [(2, 2)]
-    assert goes_on < set(m.in_flight)
-    assert m.groups() == [1, 3]
-
-    m.finish(1, 3)
-    assert len(m.batches) == 1
-    m.ask()
-
-    assert len(m.batches) == 2, "N groups are ready, so the batch is there at once"
-    assert m.aborted() == set()
-    m.check_ledger()
-
-
 def test_admission_ends_where_the_plan_says_and_goes_on_with_an_update() -> None:
     """Undelivered groups are never more than (max_staleness - out + 1) * N; the update makes room for N more."""
     m = Machine(9, n=2, samples=1, max_in_flight=40, max_staleness=2)

@@ -13,7 +13,6 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.attachments import wrong_rows
-from april.core.partial_buffer import ROWS_COUNTED_AGAIN
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.types import Attempt, Refill
@@ -200,17 +199,6 @@ def test_held_rows_stop_drawing_beyond_the_need(bound: int | None, drawn: list[i
     commands = m.next_step()
     assert m.core.buffer.extras_bytes == 2 * (P + 15 - 1) * 8
     assert [c.count for c in commands if isinstance(c, do.DrawPrompts)] == drawn
-
-
-def test_rows_are_counted_anew_as_tokens_come_and_go() -> None:
-    """The count follows what is held within a sixteenth, and looks at the samples no more often than that."""
-    m = giving(40, n=4, samples=2)
-    buffer, counted = m.core.buffer, []
-    for tokens in range(1, 200):
-        buffer.room(tokens)
-        counted.append(buffer._rows_counted[0])
-    assert all(now - then <= then / ROWS_COUNTED_AGAIN for now, then in enumerate(counted, 1) if then > 16)
-    assert len(set(counted)) < 80
 
 
 @pytest.mark.parametrize("empty", [0, 1])

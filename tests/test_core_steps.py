@@ -185,25 +185,6 @@ def test_more_prompts_in_the_middle_of_the_last_step() -> None:
     assert [len(b) for b in m.batches] == [2]
 
 
-@pytest.mark.parametrize("keeps", [0, 1])
-@pytest.mark.parametrize("policy", [OnDataEnd.SHORT, OnDataEnd.WAIT])
-def test_filter_that_rejects_the_last_groups(policy: OnDataEnd, keeps: int) -> None:
-    """No replacement is left: the rest is short or waits, or nothing is left; rejected groups are settled."""
-    m = asked(n=2, has_filter=True, on_data_end=policy, prompts=2)
-    m.finish(0, 1)
-    for question in [c for c in m.commands if isinstance(c, do.JudgeGroup)]:
-        assert not m.batches
-        assert not m.ended
-        keep = question.group.id >= 2 - keeps
-        m.post(ev.GroupJudged(group=question.group.id, judgement=question.judgement, keep=keep))
-
-    if policy is OnDataEnd.SHORT and keeps:
-        assert m.delivered() == [1]
-    else:
-        assert kept(m) == keeps
-    assert m.prompts_dropped == {"filtered": 2 - keeps}
-
-
 def test_unusable_prompt_ends_the_step_and_the_good_ones_before_it_are_kept() -> None:
     """The source names the prompt; the next step goes on behind it."""
     m = CoreMachine(settings(n=2, samples=1), 5)

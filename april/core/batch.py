@@ -472,8 +472,7 @@ def deliver_sample(
 
     The arrays are copies, so that the trainer may write into them without changing the sample in saved states.
     """
-    if sample.finish is None:
-        raise ValueError(f"{sample.id} is not finished")
+    assert sample.finish is not None
     prompt = sample.group.prompt
     rows, rewards = [], sample.row_rewards
     for number, chain in enumerate(sample.row_chains):
