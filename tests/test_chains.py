@@ -13,10 +13,9 @@ from core_machine import EOS, A, B, settings
 from april.core import commands as do
 from april.core import events as ev
 from april.core.batch import Batch
-from april.core.types import CallState, FinishReason, OnStale, SampleId, SampleState
+from april.core.types import FinishReason, OnStale, SampleId, SampleState
 from april.corrections.advantages import Method
 from april.corrections.loss_weights import loss_weights
-from april.errors import InvariantError
 
 
 def began(engines: tuple[Any, ...] = (A,), *, auto_score: bool = True, **changes: Any) -> ChainMachine:
@@ -36,17 +35,6 @@ def delivered(m: ChainMachine) -> Batch:
 
 
 # ---------------------------------------------------------------- which conversation a call continues
-
-
-def test_a_call_continues_what_it_extends() -> None:
-    """One conversation of two turns is one row; what stands between is the environment's."""
-    m = began()
-    one = m.say(P)
-    two = m.say([*one, 7, 8])
-    m.returns()
-    (row,) = delivered(m).samples
-    assert [*row.prompt.token_ids, *row.tokens] == two
-    assert row.loss_mask.tolist() == [1, 1, 1, 0, 0, 1, 1, 1]
 
 
 def test_of_several_that_are_free_the_longest_is_continued() -> None:
@@ -93,21 +81,6 @@ def test_what_is_busy_is_not_continued() -> None:
     assert m.of_call(again).call.chain.prompt.tolist() == [*one, 8]
 
 
-@pytest.mark.parametrize("edit", ["shorter", "rewritten", "other"])
-def test_a_history_that_was_edited_opens_another(edit: str) -> None:
-    """What was there stays as it was and is trained; what the new one repeats of it carries no loss."""
-    m = began()
-    one = m.say(P, 6)
-    ids = {"shorter": one[:5], "rewritten": [*one[:4], 99, *one[5:]], "other": [77, 78]}[edit]
-    two = m.say([*ids, 9])
-    m.returns()
-    first, second = delivered(m).samples
-    assert m.generated == 9 == first.loss_mask.sum() + second.loss_mask.sum()
-    assert [*first.prompt.token_ids, *first.tokens] == one
-    assert second.prompt.token_ids.tolist() == [*ids, 9]
-    assert [*second.prompt.token_ids, *second.tokens] == two
-
-
 def test_the_first_conversation_may_be_another_than_the_prompt() -> None:
     """A client that writes its own system prompt has one row, with that prompt; the data are the group's."""
     m = began()
@@ -128,30 +101,6 @@ def test_what_the_function_writes_into_afterwards_is_its_own() -> None:
         m.post(ev.CallMade(SampleId(0, 0), m.sampling, ids, m.made[FIRST], any_chain=True))
         ids[:] = 0
     assert [ids[:2] for ids in m.conversations()] == [[50, 51], [60, 61]]
-
-
-def test_parallel_calls_take_a_place_each() -> None:
-    """No more than max_in_flight are at engines; the others wait, and go in the order in which they were made."""
-    m = began(max_in_flight=2)
-    numbers = [m.call([*P, i]) for i in (20, 21, 22, 23)]
-    assert [a.call.number for a in m.in_flight.values()] == numbers[:2]
-    assert [call.state for call in m.sample(0).open_calls] == [*[CallState.IN_FLIGHT] * 2, *[CallState.QUEUED] * 2]
-    m.complete(numbers[1])
-    assert [a.call.number for a in m.in_flight.values()] == [numbers[0], numbers[2]]
-    for number in (numbers[0], numbers[2], numbers[3]):
-        m.complete(number)
-    m.returns()
-    assert len(delivered(m)) == 4
-
-
-def test_a_function_of_one_conversation_makes_one_call_at_a_time() -> None:
-    """``any_chain`` is what allows several; without it a second call is the driver's mistake."""
-    m = began()
-    m.call(P)
-    with pytest.raises(InvariantError, match="called generate twice at the same time"):
-        m.post(ev.CallMade(SampleId(0, 0), m.sampling, None, 9))
-    with pytest.raises(InvariantError, match="returned while it was waiting"):
-        m.returns()
 
 
 # ---------------------------------------------------------------- limits
@@ -199,18 +148,6 @@ def test_a_client_that_outlives_the_process_between_two_calls(heard: bool) -> No
     again.returns()
     assert len(delivered(again)) == 1
     assert again.dropped == {}
-
-
-def test_a_client_that_asks_otherwise_than_before_begins_another_conversation() -> None:
-    """What it asks is no beginning of what was answered: that is dropped by name when the function returns."""
-    m = began()
-    one = m.say(P)
-    m.say([*one, 7])
-    again = m.restarted()
-    again.say([*one, 99])
-    again.returns()
-    assert again.dropped == {"replay_diverged": 6}
-    assert [len(row.tokens) for row in delivered(again).samples] == [3]
 
 
 def test_what_was_asked_before_a_restart_and_is_not_now_takes_no_room() -> None:
@@ -288,21 +225,6 @@ def test_a_long_conversation_has_what_the_context_leaves_it() -> None:
     assert m.of_call(m.call(P)).request.sampling.max_tokens == 1000
 
 
-def test_a_budget_that_is_used_up_is_so_after_a_restart() -> None:
-    """An empty answer is given again to the same question, although the row has no room for all of it."""
-    m = began(max_response_len=6)
-    one = m.say(P, 4)
-    ids = [*one, 7, 8, 9, 10]
-    assert m.heard[FIRST, m.call(ids)].finish is FinishReason.LENGTH
-    again = m.restarted()
-    again.call(P)
-    number = again.call(ids)
-    assert again.heard[FIRST, number] == (ids, [], FinishReason.LENGTH, 0)
-    again.returns()
-    assert again.dropped == {}
-    assert [len(row.tokens) for row in delivered(again).samples] == [6]
-
-
 def test_where_nothing_was_generated_there_is_a_row_all_the_same() -> None:
     """A sample has its reward and its place among its siblings, even if no answer of it has a token."""
     m = began(samples=2)
@@ -319,30 +241,6 @@ def test_where_nothing_was_generated_there_is_a_row_all_the_same() -> None:
 
 
 # ---------------------------------------------------------------- aborted and continued
-
-
-def test_each_goes_on_where_it_was_with_the_weights_of_now() -> None:
-    """Calls that a step's end cuts keep their tokens; versions rise in every row by itself."""
-    m = began(over=2)
-    a, b = m.call([*P, 20]), m.call([*P, 21])
-    m.grow(a, 4)
-    m.say(P, of=(1, 0))
-    m.returns((1, 0))
-    assert len(m.abort_asked) == 2
-    m.next_step()
-    m.grow(b, 5)
-    m.complete(a, 2)
-    c = m.call([*m.heard[FIRST, a].conversation, 7])
-    m.complete(b, 1)
-    m.complete(c, 2)
-    m.returns()
-    check_rows(m.batches[-1])
-    one, two = m.rows()
-    assert one.versions[:, 1].tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]
-    assert two.versions[:, 1].tolist() == [1] * 6
-    assert (one.staleness, two.staleness, m.batches[-1].metrics["staleness_max"]) == (1, 0, 1.0)
-    assert one.resumes == 1
-    m.check_ledger()
 
 
 def test_a_conversation_goes_where_its_prefix_is_cached() -> None:
@@ -383,21 +281,6 @@ def test_a_lost_function_begins_again_when_all_its_calls_have_ended() -> None:
     assert m.dropped == {}
 
 
-def test_a_call_that_ends_by_itself_meanwhile_is_answered_from_the_tape() -> None:
-    """The answer that nobody heard is kept for the function that asks again."""
-    m = began()
-    a, b = m.call([*P, 20]), m.call([*P, 21])
-    m.lose(0)
-    for number in (a, b):
-        m.stops(m.of_call(number), 1)
-    before = m.generated
-    again = m.call([*P, 21]), m.call([*P, 20])
-    assert [m.heard[FIRST, n].tokens for n in again] == [[1], [1]]
-    m.returns()
-    assert m.generated == before
-    assert len(delivered(m)) == 2
-
-
 def test_who_asks_for_less_after_a_loss_keeps_what_is_asked_for() -> None:
     """By content, in any order; the rest is dropped as replay_diverged, whole conversations and their tails alike."""
     m = began()
@@ -414,20 +297,6 @@ def test_who_asks_for_less_after_a_loss_keeps_what_is_asked_for() -> None:
     assert m.dropped == {"replay_diverged": 2 + 5}
     assert m.core.context.counters["replays_diverged"] == 2
     assert [len(row.tokens) for row in delivered(m).samples] == [8, 6]
-
-
-def test_twins_that_are_asked_again_get_both_answers() -> None:
-    """Equal calls are answered in the order of their conversations; what follows finds the right one."""
-    m = began()
-    a, b = m.call(P), m.call(P)
-    answers = [m.complete(n, n + 1).conversation for n in (a, b)]
-    more = [m.say([*ids, 7], 2) for ids in answers]
-    m.lose(0)
-    assert [m.say(P), m.say(P)] == answers
-    assert [m.say([*ids, 7]) for ids in reversed(answers)] == more[::-1]
-    assert not any(chain.replay for chain in m.chains())
-    m.returns()
-    assert m.dropped == {}
 
 
 def test_a_twin_that_is_not_asked_again_is_not_continued() -> None:
@@ -501,40 +370,6 @@ def test_a_state_in_the_middle_of_everything_goes_on() -> None:
     assert {row.versions[:, 0].max() for row in batch.samples} == {0, 1}
 
 
-def test_a_state_in_the_middle_of_a_replay_has_what_is_still_to_be_asked() -> None:
-    """Nothing is lost by restarts in a row, whatever was asked again between them."""
-    m = began()
-    one = m.say(P, 3)
-    two = m.say([*one, 7], 4)
-    other = m.say([*P, 20], 5)
-    for steps in (0, 1, 2, 1):
-        m = m.restarted()
-        for ids, answer in [(P, one), ([*one, 7], two)][:steps]:
-            assert m.say(ids) == answer
-    m = m.restarted()
-    assert [m.say([*P, 20]), m.say(P), m.say([*one, 7])] == [other, one, two]
-    m.returns()
-    assert m.dropped == {}
-    assert m.core.tokens.observed == m.core.tokens.delivered == 12
-
-
-def test_rows_that_were_not_trained_are_delivered_again() -> None:
-    """A batch of a sample with several rows comes again after the restart, row by row the same."""
-    m = began(samples=2)
-    one = m.say(P, 3)
-    m.say([60, 61], 4)
-    m.say([*one, 7], 2)
-    m.say(P, 2, (0, 1))
-    m.returns((0, 1))
-    m.returns()
-    again = m.restarted(-1)
-    before, after = m.batches[0], again.batches[0]
-    assert after.group_sizes == before.group_sizes == (3,)
-    for name, rows in before.ragged().items():
-        assert np.array_equal(rows, after.ragged()[name]), name
-    assert [row.chain for row in after.samples] == [0, 1, 0]
-
-
 def test_a_finished_sample_is_so_after_a_restart() -> None:
     """Its rows are kept without its function, also where its last answer was heard by nobody."""
     m = began(n=2)
@@ -598,17 +433,6 @@ def test_a_complete_call_that_nobody_heard_is_dropped_with_its_question() -> Non
     assert [row.tokens.tolist() for row in delivered(m).samples] == [one[2:]]
 
 
-def test_an_answer_that_was_gone_on_from_stays() -> None:
-    """Who continues it has heard it, whatever its connection says."""
-    m = began()
-    one = m.say(P, 3)
-    m.say([*one, 7], 2)
-    m.unheard(1)
-    assert m.dropped == {}
-    m.returns()
-    assert [len(row.tokens) for row in delivered(m).samples] == [6]
-
-
 def test_without_an_answer_that_was_heard_a_function_fails() -> None:
     """Nothing is left to be trained on; the tokens have left under their own name."""
     m = began(max_attempt_failures=1)
@@ -620,17 +444,6 @@ def test_without_an_answer_that_was_heard_a_function_fails() -> None:
     assert "returned without awaiting a call" in drop.why
     assert m.dropped == {"unheard": 3}
     m.check_ledger()
-
-
-def test_the_first_conversation_begins_anew_after_an_answer_that_nobody_heard() -> None:
-    """Its place is taken by the next one that nothing continues."""
-    m = began()
-    m.say(P, 3)
-    m.unheard(1)
-    m.say([60, 61], 2)
-    m.returns()
-    (row,) = delivered(m).samples
-    assert (row.chain, row.prompt.token_ids.tolist()) == (0, [60, 61])
 
 
 def test_an_answer_of_before_a_restart_that_nobody_hears_now_goes_with_what_followed() -> None:
@@ -666,21 +479,6 @@ def test_what_comes_too_late_changes_nothing() -> None:
     m.score((0, 0))
     m.unheard(1)
     assert m.sample(0).generated == 3
-
-
-def test_an_unheard_call_leaves_no_trace_in_a_state() -> None:
-    """Its tokens are dropped in the state, too, even while its request is still to end."""
-    m = began()
-    one = m.say(P, 3)
-    number = m.call([*one, 7])
-    m.grow(number, 4)
-    m.unheard(number)
-    again = m.restarted()
-    assert again.dropped == {"unheard": 4}
-    assert again.core.tokens.held == 3
-    assert again.say(P) == one
-    again.returns()
-    delivered(again)
 
 
 def test_in_an_evaluation_conversations_are_the_evaluations() -> None:
@@ -846,27 +644,6 @@ def test_mask_takes_the_loss_off_old_rows_only() -> None:
     assert old.loss_mask.tolist() == [0, 0, 0]
     assert new.loss_mask.tolist() == [1, 1, 1, 1]
     assert m.batches[-1].metrics["masked_tokens"] == 3
-
-
-def test_restart_begins_all_conversations_again() -> None:
-    """on_stale: restart; one old token is enough, and everything is dropped as stale."""
-    m = with_an_old_row(on_stale=OnStale.RESTART, max_staleness=0)
-    sample = m.sample(0)
-    assert sample.restarts == 1
-    assert m.dropped == {"stale": 3}
-    assert m.alive == {FIRST, *[(key, 0) for key, _ in m.alive if key > 1]}
-    assert m.conversations() == [P]
-    m.say([*P, 20], 2)
-    m.returns()
-    assert [len(row.tokens) for row in m.rows()] == [2]
-
-
-def test_drop_gives_the_whole_sample_up() -> None:
-    """on_stale: drop."""
-    m = with_an_old_row(on_stale=OnStale.DROP, max_staleness=0)
-    assert m.dropped == {"stale": 3}
-    assert m.prompts_dropped == {"stale": 1}
-    m.check_ledger()
 
 
 def test_finish_waits_for_a_sample_with_an_old_row() -> None:

@@ -10,7 +10,7 @@ from core_machine import EOS, CoreMachine, asked, settings
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.batch import deliver_sample, pad
+from april.core.batch import pad
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.tape import AttemptTape, Segment, SegmentKind, TokenTape, versions_of
@@ -106,13 +106,6 @@ def test_arrays_of_a_batch() -> None:
     assert pad([], 0, np.int32).shape == (0, 0)
 
 
-def test_unfinished_samples_are_not_delivered() -> None:
-    """A row without a finish reason would be half a response."""
-    m = asked()
-    with pytest.raises(ValueError, match=r"g0\.s0 is not finished"):
-        deliver_sample(m.sample(0), m.core.clock.staleness, None)
-
-
 # ---------------------------------------------------------------- conversations
 
 SAID = [5, 6, 10, 11, 12, 13]
@@ -141,31 +134,6 @@ def talking(max_response_len: int = 100, context: int = 4096, has_reward: bool =
     call(m, None)
     generate(m)
     return m
-
-
-@pytest.mark.parametrize("has_reward", [True, False])
-def test_tokens_of_the_environment_carry_no_loss(has_reward: bool) -> None:
-    """What the function appended stands between the calls, with log-probability 0; without rewards it is 0."""
-    m = talking(has_reward=has_reward)
-    (submit,) = call(m, [*SAID, 77, 78])
-    assert isinstance(submit, do.Submit)
-    assert submit.attempt.request.token_ids.tolist() == [*SAID, 77, 78]
-    generate(m)
-    m.post(ev.SampleReturned(SampleId(0, 0)))
-    (sample,) = m.batches[0].samples
-    assert sample.tokens.tolist() == [10, 11, 12, 13, 77, 78, 16, 17, 18, 19]
-    assert sample.loss_mask.tolist() == [1] * 4 + [0] * 2 + [1] * 4
-    assert sample.logprobs[4:6].tolist() == [0.0, 0.0]
-    assert m.batches[0].metrics["trained_tokens"] == 8
-    m.check_ledger()
-
-
-@pytest.mark.parametrize(("longest", "context"), [(7, 4096), (100, 9)])
-def test_environment_is_cut_to_the_room_there_is(longest: int, context: int) -> None:
-    """No token beyond max_response_len or the context; a call without room is complete at once, with reason length."""
-    m = talking(longest, context)
-    assert [type(c) for c in call(m, [*SAID, 70, 71, 72, 73, 74])] == [do.CallCompleted]
-    assert m.sample(0).chains[0].tape.tokens.tolist() == [10, 11, 12, 13, 70, 71, 72]
 
 
 @pytest.mark.parametrize("token_ids", [[5], [5, 6, 10, 11, 12], [5, 6, 10, 11, 12, 99, 1], [9, *SAID[1:], 7]])

@@ -55,29 +55,6 @@ class Machine(CoreMachine):
         return {i for c in self.commands if isinstance(c, do.Abort) for i in c.attempt_ids}
 
 
-def test_a_delivery_cuts_nothing_and_work_goes_on_while_the_trainer_trains() -> None:
-    """The requests in flight stay the same ones; their places are filled, though nobody has asked for a batch."""
-    m = Machine(9, n=2, samples=2)
-    m.ask()
-    assert m.groups() == [0, 1]
-    m.finish(0)
-    assert m.groups() == [1, 2]
-    goes_on = {a.id for a in m.in_flight.values() if a.sample.id.group == 1}
-
-    m.finish(2)
-    assert [b.group_sizes for b in m.batches] == [(2, 2)]
-    assert goes_on < set(m.in_flight)
-    assert m.groups() == [1, 3]
-
-    m.finish(1, 3)
-    assert len(m.batches) == 1
-    m.ask()
-
-    assert len(m.batches) == 2, "N groups are ready, so the batch is there at once"
-    assert m.aborted() == set()
-    m.check_ledger()
-
-
 def test_admission_ends_where_the_plan_says_and_goes_on_with_an_update() -> None:
     """Undelivered groups are never more than (max_staleness - out + 1) * N; the update makes room for N more."""
     m = Machine(9, n=2, samples=1, max_in_flight=40, max_staleness=2)
@@ -93,31 +70,6 @@ def test_admission_ends_where_the_plan_says_and_goes_on_with_an_update() -> None
     m.new_weights()
     assert len(m.core.buffer) == 4
     assert m.core.counters["aborted_attempts"] == 2
-
-
-def test_only_an_update_cuts_and_what_it_cut_goes_on_first_under_the_new_weights() -> None:
-    """Tokens of before and after the update carry their own versions; carry goes before what was not begun."""
-    m = Machine(9, n=2, samples=1, max_in_flight=3)
-    m.ask()
-    first, second, third = sorted(m.in_flight, key=lambda i: m.in_flight[i].sample.id)
-    m.tokens(second, 4)
-    m.tokens(third, 5)
-    m.end(first)
-
-    m.post(ev.UpdateRequested(update=1, path="/w"))
-    assert m.abort_asked >= {second, third}
-    started = len(m.commands)
-    m.finish_aborts()
-
-    assert m.core.clock.current.n == 1
-    assert [c.attempt.sample.id.group for c in m.commands[started:] if isinstance(c, do.Submit)][:2] == [1, 2]
-    for group in m.groups():
-        m.finish(group)
-    (batch,) = m.batches
-    assert [(s.id.group, [(part.version.n, part.count) for part in s.segments]) for s in batch.samples] == [
-        (0, [(0, 9)]), (1, [(0, 4), (1, 5)]),
-    ]  # fmt: skip
-    assert all(s.loss_mask.all() for s in batch.samples)
 
 
 def test_an_evaluation_cuts_nothing_and_an_update_waits_for_it() -> None:

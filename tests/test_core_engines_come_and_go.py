@@ -13,7 +13,7 @@ from update_player import Server, UpdatePlayer, limits_of
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.engine_table import EngineGate, EngineTable, EngineWeights
+from april.core.engine_table import EngineTable, EngineWeights
 from april.core.run_times import RunTimes
 from april.core.settings import EngineLimits
 from april.core.types import AttemptFailure, OnWeightUpdate, Timer, TimerKind
@@ -89,16 +89,19 @@ def updated(m: CoreMachine, path: str | None) -> None:
         ({"vocab_size": 99}, "a vocabulary of 99 tokens, but 100 are needed"),
         ({"eos_token_ids": (EOS, 7)}, "the end-of-sequence tokens [1, 7], but those of the other engines are [1]"),
         ({"logprob_kind": "raw"}, "log-probabilities of kind raw, but those of the other engines are temperature"),
+        ({"in_flight_updates": ()}, "no support for on_weight_update: keep"),
+        ({"attachments": ()}, "no support for prompts with image"),
+        ({"extras": ()}, "no experts to return with its tokens"),
     ],
 )
 def test_an_engine_that_has_less_than_was_promised_cannot_join(changes: dict[str, Any], says: str) -> None:
     """Prompts were let in and budgets given for what the first engines have in common."""
-    m = machine(engines=(replace(A, vocab_size=100), replace(B, vocab_size=200, max_context=8192)))
-    joins = replace(C, vocab_size=100, **changes) if "vocab_size" not in changes else replace(C, **changes)
-    assert m.core.engines.unfit(joins) == f"engine c cannot join: it has {says}"
-    with pytest.raises(InvariantError, match="engine c cannot join"):
-        m.core.handle(ev.EnginesJoined([joins]))
-    assert list(m.core.engines.states) == ["a", "b"]
+    keep = OnWeightUpdate.KEEP
+    able = {"vocab_size": 100, "in_flight_updates": (keep,), "attachments": ("image",), "extras": ("experts",)}
+    engines = [replace(A, **able), replace(B, **able | {"vocab_size": 200}, max_context=8192)]
+    table = EngineTable(engines, FIRST_VERSION, keep, ("image",), ("experts",))
+    assert table.unfit(replace(C, **able)) is None
+    assert table.unfit(replace(C, **able | changes)) == f"engine c cannot join: it has {says}"
 
 
 def test_an_engine_that_has_more_joins_and_promises_stay() -> None:
@@ -121,17 +124,6 @@ def test_where_kinds_are_mixed_any_joins() -> None:
 # ---------------------------------------------------------------- with which weights
 
 
-def test_before_the_first_update_an_engine_has_the_weights_of_its_start() -> None:
-    """As the first ones: it takes what waits at once."""
-    m = machine(n=2, engines=(SMALL,))
-    assert engines_in_use(m) == ["a"]
-    m.post(ev.EnginesJoined([B, C]))
-    assert engines_in_use(m) == ["a", "b"]
-    m.finish(0, 1)
-    assert len(m.batches) == 1
-    m.check_ledger()
-
-
 def test_later_an_engine_gets_the_weights_of_the_last_directory() -> None:
     """It is probed, paused, loaded and resumed, and takes requests then."""
     m = machine(n=2, engines=(SMALL,))
@@ -151,22 +143,6 @@ def test_after_a_transfer_an_engine_waits_for_the_next_update() -> None:
     assert warnings(joined(m, B)) == ["engine b does not have the current weights and waits for the next weight update"]
     assert engines_in_use(m) == ["a"]
     updated(m, None)
-    assert engines_in_use(m) == ["a", "b"]
-
-
-def test_an_engine_that_joins_during_an_update_gets_the_new_weights_after_it() -> None:
-    """The update does not wait for it, and what it is found to be meanwhile says nothing."""
-    m = machine(n=2, engines=(SMALL,))
-    commands = requested(m)
-    (again,) = timers(joined(m, B), TimerKind.PROBE)
-    while m.core.updates.running:
-        commands = answer(m, commands)
-        assert {getattr(c, "engine", "a") for c in commands} == {"a"} or not m.core.updates.running
-    assert m.core.clock.current == PolicyVersion(0, 1)
-    commands = found(m, "b", m.fire(again))
-    for _ in range(3):
-        commands = answer(m, commands)
-    assert m.core.engines.states["b"].loaded == {PolicyVersion(0, 1)}
     assert engines_in_use(m) == ["a", "b"]
 
 
@@ -289,19 +265,6 @@ def test_an_engine_that_comes_with_the_weights_of_an_earlier_run_waits_for_an_up
     assert engines_in_use(m) == ["a", "a"]
     updated(m, "/1")
     assert m.core.engines.states["b"].version == m.core.clock.current
-
-
-def test_an_engine_that_was_paused_when_it_was_lost_is_resumed() -> None:
-    """Its server may be paused still: it gets nothing before it says that it is open."""
-    m = machine(n=2, engines=(A, REMOTE))
-    (timer,) = timers(m.probed("b", current=False), TimerKind.PROBE)
-    m.finish_aborts()
-    assert isinstance(found(m, "b", m.fire(timer))[0], do.PauseEngine)
-    commands = m.post(ev.EnginesJoined([REMOTE]))
-    state = m.core.engines.states["b"]
-    assert (state.gate, state.quarantined) == (EngineGate.CLOSED, True)
-    answer(m, found(m, "b", commands))
-    assert (state.gate, state.quarantined, state.loaded) == (EngineGate.OPEN, False, {FIRST_VERSION})
 
 
 # ---------------------------------------------------------------- engines that leave

@@ -151,31 +151,6 @@ def test_an_update_waits_for_it_and_it_for_an_update() -> None:
     assert set(m.results) == {0, 1, 2, 3}
 
 
-def test_evaluations_without_a_gap_do_not_keep_an_update_out() -> None:
-    """Those that are asked for after it come after it; where it is cancelled, they begin."""
-    m = Machine(places=30)
-    m.evaluates()
-    m.update()
-    for _ in range(3):
-        m.evaluates()
-    assert len(m.running) == 1
-    m.post(ev.UpdateCancelled(m.updates))
-    assert len(m.running) == 4
-    m.update()
-    last = m.evaluates()
-    m.finish_evaluation()
-    m.update()
-    while m.core.clock.current.n < 1 or m.core.updates.running:
-        m.answer()
-    (running,) = m.running
-    assert running.version == PolicyVersion(0, 1)
-    assert last not in m.results
-    m.finish_evaluation()
-    assert last in m.results
-    m.updated()
-    assert m.core.clock.current == PolicyVersion(0, 2)
-
-
 def test_one_that_is_asked_for_after_the_update_that_mends_the_weights_waits_for_it() -> None:
     """While engines hold different weights an evaluation fails at once, unless an update is on its way."""
     m = Machine()
@@ -187,20 +162,6 @@ def test_one_that_is_asked_for_after_the_update_that_mends_the_weights_waits_for
     m.updated()
     m.finish_evaluation()
     assert isinstance(m.results[mended], do.EvaluationDone)
-
-
-def test_a_pause_waits_for_it_and_it_waits_for_the_end_of_a_pause() -> None:
-    """What has begun goes on; what has not does not begin."""
-    m = Machine(places=2)
-    m.evaluates()
-    assert not any(isinstance(c, do.Paused) for c in m.post(ev.PauseRequested()))
-    m.evaluates()
-    m.finish_evaluation()
-    assert set(m.results) == {0}
-    assert isinstance(m.commands[-1], do.Paused)
-    m.post(ev.Resumed())
-    m.finish_evaluation()
-    assert set(m.results) == {0, 1}
 
 
 def test_refusals_and_rests_are_those_of_the_engine() -> None:

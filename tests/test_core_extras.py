@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from core_machine import EOS, PROMPT, A, CoreMachine, asked, settings
+from core_machine import EOS, PROMPT, CoreMachine, asked, settings
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
 from april.core.attachments import wrong_rows
-from april.core.partial_buffer import ROWS_COUNTED_AGAIN
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.types import Attempt, Refill
@@ -170,14 +168,6 @@ def test_rows_leave_with_their_tokens() -> None:
     assert len(chain.extras["experts"]) == chain.rows_due == P + 4 - 1
 
 
-def test_an_engine_without_rows_cannot_join() -> None:
-    """Whoever lacks what every token is to have is told so, and so is one without attachments."""
-    m = giving(attachments=())
-    assert m.core.engines.unfit(A) == "engine a cannot join: it has no experts to return with its tokens"
-    m = asked(attachments=("image",), engines=(EngineLimits("e", 99, None, (EOS,), attachments=("image",)),))
-    assert "image" in str(m.core.engines.unfit(A))
-
-
 def test_books_that_miss_a_row_are_found() -> None:
     """The core's own check counts rows against tokens."""
     m = giving()
@@ -186,25 +176,6 @@ def test_books_that_miss_a_row_are_found() -> None:
     chain.extras = {"experts": chain.extras["experts"][:-1]}
     with pytest.raises(InvariantError, match="rows of extras"):
         m.core.validate()
-
-
-def test_random_runs_have_all_rows() -> None:
-    """Cuts at any token, weight updates and failures: every delivered token has the row of its own attempt."""
-    for seed in range(30):
-        rng = random.Random(seed)
-        m = Giving(settings(n=2, samples=2, over=4, extras=("experts",)), lambda g, i: 3 + (g * 7 + i * 5) % 40,
-                   engines=(GIVES,))  # fmt: skip
-        for _ in range(4):
-            batch = m.step(rng)
-            assert batch is not None
-            for row in batch.samples:
-                experts, ids = row.extras["experts"], np.concatenate((row.prompt.token_ids, row.tokens))
-                assert np.array_equal(experts[:, 0], ids[:-1])
-                for s in row.segments:
-                    at = P + s.start - 1
-                    assert set(experts[at : at + s.count, 1]) == {int(s.attempt_id[-12:], 16)}
-            m.finish_aborts()
-            m.update()
 
 
 def test_evaluations_want_no_rows() -> None:
@@ -228,17 +199,6 @@ def test_held_rows_stop_drawing_beyond_the_need(bound: int | None, drawn: list[i
     commands = m.next_step()
     assert m.core.buffer.extras_bytes == 2 * (P + 15 - 1) * 8
     assert [c.count for c in commands if isinstance(c, do.DrawPrompts)] == drawn
-
-
-def test_rows_are_counted_anew_as_tokens_come_and_go() -> None:
-    """The count follows what is held within a sixteenth, and looks at the samples no more often than that."""
-    m = giving(40, n=4, samples=2)
-    buffer, counted = m.core.buffer, []
-    for tokens in range(1, 200):
-        buffer.room(tokens)
-        counted.append(buffer._rows_counted[0])
-    assert all(now - then <= then / ROWS_COUNTED_AGAIN for now, then in enumerate(counted, 1) if then > 16)
-    assert len(set(counted)) < 80
 
 
 @pytest.mark.parametrize("empty", [0, 1])

@@ -13,8 +13,6 @@ from april.core import events as ev
 from april.core.settings import EngineLimits
 from april.core.tape import AttemptCounts
 from april.core.types import (
-    AttemptFailure,
-    CallState,
     DropReason,
     EngineFinish,
     OnLongPrompt,
@@ -27,31 +25,6 @@ from april.errors import InvariantError
 # ---------------------------------------------------------------- attempts that break off
 
 
-def test_broken_attempt_keeps_its_tokens_and_continues_elsewhere() -> None:
-    """Tokens seen before the break are kept; the next attempt has a new id and continues from them."""
-    m = asked(engines=(A, B))
-    first = m.only
-    m.tokens(first.id, 7)
-    m.fail(first)
-    assert m.only.id != first.id
-    assert (m.only.engine, len(m.only.request.token_ids)) == ("b", 2 + 7)
-    m.finish(0)
-    assert len(m.batches[0].samples[0].tokens) == 20
-    m.check_ledger()
-
-
-def test_corrupt_attempt_is_dropped_with_a_reason_and_never_trained() -> None:
-    """Numbers that cannot be true: the attempt's tokens and the rejected ones are dropped, earlier ones stay."""
-    m = asked()
-    m.tokens(m.only.id, 5)
-    m.fail(m.only)
-    m.probed("a")
-    m.tokens(m.only.id, 6)
-    m.fail(m.only, kind=AttemptFailure.CORRUPT, rejected=3)
-    assert m.core.tokens.as_dict() == {"observed": 14, "delivered": 0, "held": 5, "dropped": {"corrupt": 9}}
-    assert len(m.only.request.token_ids) == 2 + 5
-
-
 def test_engine_that_breaks_after_every_few_tokens_costs_no_group() -> None:
     """Attempts that brought tokens do not count as failures of their sample: it goes on from them."""
     m = asked(max_attempt_failures=2)
@@ -62,22 +35,6 @@ def test_engine_that_breaks_after_every_few_tokens_costs_no_group() -> None:
     m.finish(0)
     assert len(m.batches[0].samples[0].tokens) == 20
     assert m.prompts_dropped == {}
-
-
-def test_sample_that_fails_too_often_takes_its_group_along_and_is_replaced() -> None:
-    """max_attempt_failures: the group is dropped for the reason failed, its siblings are aborted, N is still met."""
-    m = asked(samples=2, max_attempt_failures=2)
-    m.tokens(m.attempt(0, 1).id, 4)
-    for _ in range(2):
-        m.fail(m.attempt(0, 0))
-        m.probed("a")
-    assert m.prompts_dropped == {"failed": 1}
-    assert m.groups() == [1]
-    m.finish_aborts()
-    assert m.dropped == {"failed": 4}
-    m.finish(1)
-    assert m.batches[0].group_sizes == (2,)
-    m.check_ledger()
 
 
 def test_late_and_repeated_events_change_nothing() -> None:
@@ -143,17 +100,6 @@ def test_reward_that_is_no_finite_number_is_retried_then_given_up(reward: float)
     m.score((1, 0))
     m.post(OLD_TIMER)
     assert m.delivered() == [1]
-
-
-def test_failing_rollout_function_begins_again_and_drops_what_it_had() -> None:
-    """A rollout function that raises is started again from the prompt; its tokens are dropped by name."""
-    m = asked(3, auto_score=False)
-    attempt = m.only
-    m.tokens(attempt.id, 3)
-    m.core.handle(ev.AttemptEnded.of(attempt, EngineFinish.STOP))
-    commands = m.core.handle(ev.SampleFailed(SampleId(0, 0), "boom"))
-    assert [type(c) for c in commands] == [do.CancelSample, do.StartSample]
-    assert m.dropped == {"failed": 3}
 
 
 def test_groups_failing_in_a_row_end_the_step_with_a_reason_and_keep_the_rest() -> None:
@@ -246,16 +192,6 @@ def test_function_that_fails_in_flight_leaves_its_attempt_behind() -> None:
     m.check_ledger()
 
 
-@pytest.mark.parametrize("broke_off", [{}, {"kind": AttemptFailure.CORRUPT, "rejected": 2}])
-def test_attempt_left_behind_may_break_off(broke_off: dict[str, object]) -> None:
-    """It belongs to nobody: no failure of the sample, which goes on undisturbed."""
-    m, first = left_behind(max_attempt_failures=2)
-    m.fail(first, **broke_off)
-    assert m.dropped == ({"corrupt": 9} if broke_off else {"failed": 7})
-    assert m.sample(0).chains[0].open_call.state is CallState.IN_FLIGHT
-    assert m.sample(0).failures == 1
-
-
 def test_attempt_left_behind_may_be_fenced() -> None:
     """An engine that is deaf to the abort: past the deadline its tokens are dropped by name as well."""
     m, first = left_behind(abort_deadline_s=1.0, engines=(A, B))
@@ -264,16 +200,6 @@ def test_attempt_left_behind_may_be_fenced() -> None:
     assert first.id not in m.core.attempts
     state = m.core.engines.states[first.engine]
     assert (state.quarantined, state.failures) == (True, 1)  # a fence is no request that ended in order
-
-
-def test_cap_counts_attempts_left_behind() -> None:
-    """They still use the engine: nothing new starts in their place before they have ended."""
-    m = asked(max_in_flight=1)
-    first = m.only
-    m.post(ev.SampleFailed(SampleId(0, 0), "cancelled"))
-    assert m.only is first
-    m.finish_aborts()
-    assert m.only is not first
 
 
 # ---------------------------------------------------------------- engines that do not end what they should

@@ -41,19 +41,6 @@ def test_group_counts_once_the_filter_has_accepted_it() -> None:
     assert m.core.counters["late_events"] == 1
 
 
-def test_rejected_group_is_settled_by_name_and_replaced() -> None:
-    """The prompt and its tokens are dropped as filtered, and N is still met; the target counts accepted groups only."""
-    m = Judged(over=2)
-    m.judge(0, keep=False)
-    assert not m.abort_asked
-    assert (m.prompts_dropped, m.dropped) == ({"filtered": 1}, {"filtered": 8})
-    m.judge(1)
-    m.finish_aborts()
-    assert m.delivered() == [1, 1]
-    assert m.batches[0].metrics["groups_dropped_filtered"] == 1
-    m.check_ledger()
-
-
 def test_failing_filter_is_asked_again_and_then_given_up() -> None:
     """An error is no verdict, and what an older question brings changes nothing; then the group fails."""
     m = Judged(max_attempt_failures=2)
@@ -87,19 +74,6 @@ def test_verdict_on_a_group_with_a_sample_that_began_again_is_void(keep: bool) -
     m.judge(m.question)
     m.finish_aborts()
     assert m.delivered(1) == [0, 0]
-
-
-def test_verdict_between_steps_makes_surplus() -> None:
-    """A late verdict is not lost: the group is delivered first in the next step."""
-    m = Judged(samples=1, over=2)
-    m.finish(0)
-    late = m.question
-    m.judge(1)
-    m.finish_aborts()
-    m.update()
-    assert m.judge(late) == []
-    m.ask()
-    assert m.delivered(1) == [0]
 
 
 @pytest.mark.parametrize("refill", list(Refill))
@@ -171,11 +145,3 @@ def test_failed_rewards_of_a_group_that_is_scored_anew_are_asked_for_again(how: 
     m.post(ev.Scored(0, [(0, 5.0), (1, 6.0)]))
     m.finish_aborts()
     assert [s.reward for s in m.batches[-1].samples] == [5.0, 6.0]
-
-
-def test_rewards_that_come_twice_change_nothing() -> None:
-    """A group that is complete keeps the rewards that completed it, and that its filter has seen."""
-    m = two_groups()
-    m.post(ev.Scored(0, [(0, 7.0), (1, float("nan"))]))
-    assert [m.sample(0, i).reward for i in range(2)] == [0.0, 0.125]
-    assert m.core.counters["late_events"] == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 from core_machine import EOS, OLD_TIMER, CoreMachine, asked, settings, timers
 
@@ -14,7 +13,7 @@ from april.core import events as ev
 from april.core.engine_table import EngineWeights
 from april.core.over_sampler import OverSampler
 from april.core.settings import EngineLimits
-from april.core.types import Group, OnStale, OnWeightUpdate, Prompt, SampleId, TimerKind
+from april.core.types import OnStale, OnWeightUpdate, SampleId, TimerKind
 
 MODES = pytest.mark.parametrize("on_stale", list(OnStale))
 
@@ -91,16 +90,6 @@ def test_group_that_is_given_up_is_owed_no_longer() -> None:
     m.post(ev.SampleFailed(SampleId(0, 0), "raised"))
     m.finish_aborts()
     assert m.delivered() == [other]
-
-
-def test_empty_queue_has_nothing_next() -> None:
-    """Entries that became void are passed over."""
-    queue = OverSampler(settings())
-    sample = Group(0, Prompt(np.array([1], np.int32)), 1).samples[0]
-    queue.push(sample)
-    queue.forget(sample)
-    assert queue.first(asked().core.context.places) is None
-    assert queue.waiting == 0
 
 
 def test_places_are_held_back_only_while_the_buffer_has_no_room() -> None:

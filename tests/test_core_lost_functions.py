@@ -90,24 +90,6 @@ def only_batch(m: Processes) -> list[list[int]]:
 # ---------------------------------------------------------------- functions that run
 
 
-def test_a_request_at_a_living_engine_is_ended_and_its_tokens_are_kept() -> None:
-    """Then the function begins again, and its call goes on behind them."""
-    m = machine()
-    attempt = m.attempt(0).id
-    m.tokens(attempt, 5)
-    commands = m.lose(0)
-    assert [type(c) for c in commands if not isinstance(c, do.StartTimer)] == [do.Abort]
-    assert m.sample(0).state is SampleState.RUNNING
-    commands = m.end(attempt, 2)
-    assert [type(c) for c in commands] == [do.StartSample, do.Submit]
-    (again,) = m.in_flight.values()
-    assert again.request.token_ids.tolist() == [5, 6, *range(10, 17)]
-    m.end(again.id)
-    assert only_batch(m) == [expected()]
-    assert m.batches[0].metrics["lost_functions"] == 1.0
-    assert m.batches[0].metrics["resumed_attempts"] == 1.0
-
-
 def test_a_function_that_has_asked_for_nothing_gives_its_place_back() -> None:
     """And takes it again when it is started anew."""
     m = machine(auto_call=False, max_in_flight=1)
@@ -178,19 +160,6 @@ def test_a_loss_that_is_told_too_late_is_none() -> None:
     assert only_batch(m) == [expected()]
     assert m.lose(0) == m.lose(-(1 << 40)) == []
     assert m.core.counters["lost_functions"] == 0
-
-
-def test_only_what_died_begins_again() -> None:
-    """A sibling goes on, and what was returned and judged counts."""
-    m = machine(samples=2, has_filter=True)
-    m.finish((0, 0))
-    attempt = m.attempt(0, 1).id
-    m.lose(0, 1)
-    m.end(attempt)
-    assert m.started == {(0, 0): 1, (0, 1): 2}
-    (judge,) = [c for c in m.commands if isinstance(c, do.JudgeGroup)]
-    m.post(ev.GroupJudged(group=0, judgement=judge.judgement, keep=True))
-    assert only_batch(m) == [expected()] * 2
 
 
 # ---------------------------------------------------------------- evaluations

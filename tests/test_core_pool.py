@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from core_machine import EOS, A, B, C, CoreMachine, asked, timers
+from core_machine import A, B, C, CoreMachine, asked, timers
 
 from april.core import commands as do
 from april.core import events as ev
@@ -19,7 +19,7 @@ from april.core.engine_table import (
     RESTS_BEFORE_QUARANTINE,
     EngineHealth,
 )
-from april.core.types import Attempt, AttemptFailure, EngineFinish, TimerKind
+from april.core.types import Attempt, AttemptFailure, TimerKind
 from april.core.versions import FIRST_VERSION
 
 TWO = (A, B)
@@ -212,51 +212,6 @@ def test_affinity_has_its_price() -> None:
 
 
 # ---------------------------------------------------------------- engines with other weights
-
-
-def test_an_engine_that_was_started_anew_gets_nothing_until_it_confirms_the_version() -> None:
-    """Its weights are not known; being well is not enough."""
-    m = asked(engines=SERVERS)
-    m.probed("b", current=False)
-    m.fail(m.only)
-    assert not m.in_flight  # a is quarantined, b has other weights
-    m.probed("b", current=False)
-    assert m.only.engine == "b"
-
-
-def test_a_stale_engine_comes_back_with_the_next_weight_update() -> None:
-    """Where nobody knows how to give it the present weights."""
-    m = asked(engines=SERVERS)
-    m.finish(0)
-    m.next_step()
-    for _ in range(2):  # well again, it waits for weights
-        m.probed("a", current=False)
-        m.finish_aborts()
-    assert m.core.engines.states["a"].health is EngineHealth.WELL
-    assert m.only.engine == "b"
-    m.end(m.only.id)
-    m.next_step()
-    assert m.only.engine == "a"
-
-
-@pytest.mark.parametrize("end", [ev.AttemptEnded, ev.AttemptFailed])
-def test_tokens_of_weights_that_nobody_knows_are_dropped(end: type[ev.AttemptEnded]) -> None:
-    """A request that runs on an engine which turns out to be stale is ended, and its sample goes on without it."""
-    m = asked(engines=SERVERS)
-    paused(m)
-    m.post(ev.Resumed())
-    second = m.only
-    m.tokens(second.id, 4)
-    m.probed(second.engine, current=False)
-    assert m.abort_asked == {second.id}
-    del m.in_flight[second.id]
-    m.post(end.of(second, EngineFinish.STOP))
-    assert m.dropped == {"unknown_weights": 4}
-    assert m.only.engine != second.engine
-    assert len(m.only.request.token_ids) == 2 + 3
-    m.finish(0)
-    m.check_ledger()
-    assert m.batches[0].samples[0].tokens.tolist() == [*range(10, 29), EOS]
 
 
 def test_failures_of_an_engine_itself_are_probed_once() -> None:

@@ -19,13 +19,10 @@ STARTS = (do.StartSample, do.Submit)
 MANY = settings(n=12, samples=4, over=24)
 
 
-def in_portions(
-    monkeypatch: pytest.MonkeyPatch, started: int = 4, drawn: int = 8, marked: int = 1, delivered: int = 4
-) -> None:
+def in_portions(monkeypatch: pytest.MonkeyPatch, commands: int = 4, samples: int = 8) -> None:
     """Set portions so small that the test needs no thousands."""
-    portions = {"COMMANDS": started, "DRAWN": drawn, "MARKED": marked, "DELIVERED": delivered}
-    for name, most in portions.items():
-        monkeypatch.setattr(rollout_core, f"MOST_{name}", most)
+    monkeypatch.setattr(rollout_core, "MOST_COMMANDS", commands)
+    monkeypatch.setattr(rollout_core, "MOST_SAMPLES", samples)
 
 
 def commands_of_each_event(m: CoreMachine) -> list[list[do.Command]]:
@@ -66,7 +63,7 @@ def test_what_was_cut_is_sent_again_in_portions(monkeypatch: pytest.MonkeyPatch)
 
 def test_nothing_is_started_until_the_next_portion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between Continue and Continued the loop runs what else is due, and events of that time start nothing."""
-    in_portions(monkeypatch, drawn=1000)
+    in_portions(monkeypatch, samples=1000)
     core = CoreMachine(MANY, 5).core
     core.handle(ev.StepRequested())
     first = core.handle(ev.PromptsDrawn([PROMPT] * 24, exhausted=False))
@@ -89,7 +86,7 @@ def test_a_portion_of_prompts_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_pause_holds_the_portions_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest is started after the pause; a Continued that comes meanwhile is harmless."""
-    in_portions(monkeypatch, drawn=1000)
+    in_portions(monkeypatch, samples=1000)
     core = CoreMachine(MANY, 5).core
     core.handle(ev.StepRequested())
     core.handle(ev.PromptsDrawn([PROMPT] * 24, exhausted=False))
@@ -122,14 +119,14 @@ def test_portions_change_nothing_but_the_moment(
         return seen
 
     whole = run()
-    in_portions(monkeypatch)
+    in_portions(monkeypatch, samples=1)
     assert run() == whole
 
 
 @pytest.mark.parametrize("updates", [False, True])
 def test_the_rows_of_a_batch_are_made_in_portions(updates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that were made before a weight update are made again, as their tokens are older now."""
-    in_portions(monkeypatch, started=64, drawn=64)
+    in_portions(monkeypatch, commands=64, samples=4)
     m = Waiting(settings(
         n=5, samples=2, generation=GenerationMode.CONTINUOUS, refill=Refill.SAMPLE, max_staleness=3
     ), 5)  # fmt: skip
@@ -155,7 +152,7 @@ def test_the_rows_of_a_batch_are_made_in_portions(updates: bool, monkeypatch: py
 
 def test_a_round_is_ended_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tail batching: the batch is delivered once all other prompts are aside, and nothing is started before."""
-    monkeypatch.setattr(rollout_core, "MOST_PUT_ASIDE", 4)
+    monkeypatch.setattr(rollout_core, "MOST_SAMPLES", 4)
     tail = {"partial_rollout": False, "max_staleness": 0, "on_stale": OnStale.RESTART}
     m = CoreMachine(settings(n=2, over=12, samples=2, **tail), dict.fromkeys(range(2, 12), 50))
     m.ask()
@@ -201,7 +198,7 @@ def test_prompts_that_arrive_after_their_short_round_wait_for_a_later_one(
     monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     """They neither make a short round of the long one that is due, nor join it (tail batching)."""
-    in_portions(monkeypatch, started=64, drawn=4)
+    in_portions(monkeypatch, commands=64, samples=4)
     m = SlowSource(settings(
         n=2, over=6, samples=1, partial_rollout=False, max_staleness=0, on_stale=OnStale.RESTART
     ), 90)  # fmt: skip
@@ -224,7 +221,7 @@ def test_prompts_that_arrive_after_their_short_round_wait_for_a_later_one(
 
 def test_a_step_draws_no_portions_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step asks anew whether the buffer has room: here it holds more tokens than it may."""
-    in_portions(monkeypatch, started=64, drawn=4)
+    in_portions(monkeypatch, commands=64, samples=4)
     m = SlowSource(settings(n=2, over=12, samples=1, max_held_tokens=10, max_staleness=9), 90)
     m.ask()
     m.prompts_arrive()

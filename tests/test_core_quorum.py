@@ -15,7 +15,7 @@ from april.core.batch import Batch
 from april.core.completion_monitor import CompletionMonitor
 from april.core.rollout_core import RolloutCore
 from april.core.settings import quorum_of
-from april.core.types import Group, OnFailedSample, Prompt, Refill, SampleState, Work
+from april.core.types import Group, OnFailedSample, Prompt, Refill, Work
 from april.errors import CheckpointError
 
 
@@ -103,40 +103,6 @@ def test_a_filter_judges_the_first_k() -> None:
     assert [index for index, _ in m.batches[0].samples[0].cohort] == [0, 3, 1]
 
 
-@pytest.mark.parametrize("policy", [OnFailedSample.REPLACE, OnFailedSample.SHRINK])
-@pytest.mark.parametrize("quorum", [1.0, 0.75])
-def test_a_sample_that_fails_costs_a_sample(policy: OnFailedSample, quorum: float) -> None:
-    """Its siblings are delivered; with replace there is a fresh one in its place, with shrink a smaller group."""
-    m = machine(quorum, on_failed_sample=policy, max_attempt_failures=1, min_group_size=2)
-    m.finish((0, 0), (0, 1))
-    m.post(ev.SampleFailed(m.sample(0, 3).id, "broken"))
-    m.finish_aborts()
-    replaced = policy is OnFailedSample.REPLACE
-    m.finish((0, 2), *([(0, 4)] if replaced else []))
-    if quorum < 1 and not replaced:  # three are no batch of four
-        m.finish((1, 0), (1, 1), (1, 2))
-        m.finish_aborts()
-    (batch,) = m.batches
-    assert of(batch)[:3] == [(0, 0), (0, 1), (0, 2)]
-    assert len(batch) == (3 if quorum == 1 and not replaced else 4)
-    assert {len(s.baseline_rewards) for s in batch.samples} == {3 if quorum == 1 and replaced else 2}
-    assert m.prompts_dropped == {}
-    m.check_ledger()
-
-
-@pytest.mark.parametrize(("policy", "survives"), [(OnFailedSample.REPLACE, 4), (OnFailedSample.SHRINK, 1)])
-def test_a_group_of_which_too_many_fail_is_dropped(policy: OnFailedSample, survives: int) -> None:
-    """Fewer than min_group_size, or n of them replaced: the prompt leaves by name."""
-    m = machine(1.0, on_failed_sample=policy, max_attempt_failures=1, min_group_size=3)
-    for failures in range(survives + 1):
-        assert (m.prompts_dropped, 0 in m.core.buffer.groups) == ({}, True), failures
-        sample = next(s for s in m.core.buffer.groups[0].members if s.state is SampleState.RUNNING)
-        m.post(ev.SampleFailed(sample.id, "broken"))
-        m.finish_aborts()
-    assert m.prompts_dropped == {"failed": 1}
-    m.check_ledger()
-
-
 # ---------------------------------------------------------------- restarts with another quorum
 
 
@@ -163,7 +129,7 @@ def test_restoring_into_whole_groups_is_refused_where_they_would_be_late(auto: t
         m.finish_aborts()
     for attempt_id in m.in_flight:
         m.tokens(attempt_id, 3)
-    with pytest.raises(CheckpointError, match=r"of the 13 groups .* saved with .*; set .* or group_quorum as it was"):
+    with pytest.raises(CheckpointError, match=r"of the 13 groups .* saved with .*; set these as they were"):
         restored(m, **changes)
     restored(m, group_quorum=0.75, **changes)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 
-import numpy as np
 import pytest
 from core_machine import EOS, CoreMachine, asked, settings
 from msgspec.structs import replace
@@ -39,17 +38,6 @@ def test_resume_sends_prompt_and_partial_as_ids_with_the_rest_of_the_budget() ->
     assert attempt.request.token_ids.tolist() == [5, 6, *range(10, 27)]
     assert attempt.request.sampling.max_tokens == 50 - 17
     assert (m.core.counters["reprefill_tokens"], m.core.counters["resumed_attempts"]) == (2 + 17, 1)
-
-
-def test_response_never_exceeds_its_budget_over_any_number_of_cuts() -> None:
-    """A response of 900 tokens under a cap of 100 ends with LENGTH at exactly 100."""
-    m = CoreMachine(settings(n=1, samples=1, over=3, max_response_len=100), {0: 900, 1: 900})
-    rng = random.Random(2)
-    for _ in range(12):
-        m.step(rng)
-        m.update()
-    long = [s for b in m.batches for s in b.samples if s.id.group < 2]
-    assert [(len(s.tokens), s.finish) for s in long] == [(100, FinishReason.LENGTH)] * 2
 
 
 def test_context_of_the_engine_bounds_the_budget() -> None:
@@ -129,27 +117,6 @@ def test_abort_without_tokens_is_no_partial_and_costs_nothing() -> None:
     assert attempt.request.token_ids.tolist() == [5, 6]
     assert attempt.request.sampling.seed == attempt_seed(0, 0, 0, 0)
     assert attempt.sample.attempts == 2
-
-
-def test_every_token_carries_the_version_it_was_generated_under() -> None:
-    """Three steps, three segments, packed; versions and counts are exact, staleness is that of the oldest token."""
-    m = asked({0: 30}, over=2)
-    for tokens in (7, 11):
-        m.tokens(m.attempt(0).id, tokens)
-        m.finish(max(m.groups()))
-        m.next_step()
-    tape = m.sample(0).chains[0].tape
-    assert (tape.tokens.dtype, tape.logprobs.dtype, len(tape.segments)) == (np.int32, np.float32, 2)
-    m.finish(0)
-    m.finish_aborts()
-    sample = m.batches[-1].samples[0]
-    assert [(s.start, s.count, s.version) for s in sample.segments] == [
-        (0, 7, (0, 0)), (7, 11, (0, 1)), (18, 12, (0, 2)),
-    ]  # fmt: skip
-    assert sample.versions[:, 1].tolist() == [0] * 7 + [1] * 11 + [2] * 12
-    assert sample.tokens.tolist() == [*range(10, 39), EOS]
-    assert sample.staleness == 2
-    assert m.batches[-1].off_policy_share == pytest.approx(18 / 30)
 
 
 def test_attempt_ids_are_unique_and_none_is_a_prefix_of_another() -> None:

@@ -16,8 +16,7 @@ from april.core import snapshot
 from april.core.ledger import DropReason
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
-from april.core.types import EngineFinish, FinishReason, OnStale, SampleId, SampleState
-from april.core.versions import PolicyVersion
+from april.core.types import OnStale, SampleState
 from april.errors import CheckpointError
 
 State = dict[str, Any]
@@ -50,26 +49,6 @@ def running(tokens: int = 17, length: Any = LONG, **changes: Any) -> CoreMachine
     return m
 
 
-def test_tokens_of_running_attempts_are_in_the_state() -> None:
-    """In the middle of a step: what an attempt has brought is kept, and goes on after the restart; same weights."""
-    m = running()
-    state = save(m)
-    m.tokens(m.attempt(0).id, 5)  # too late for the state
-    assert m.core.tokens.observed == 0  # taking a state changes nothing
-
-    again = restored(state)
-    assert again.core.tokens.as_dict() == {"observed": 17, "delivered": 0, "held": 17, "dropped": {}}
-    again.ask()
-    assert again.attempt(0).request.token_ids.tolist() == [5, 6, *range(10, 27)]
-    again.finish(0)
-    again.finish_aborts()
-    (sample,) = again.batches[0].samples
-    assert sample.tokens.tolist() == [*range(10, 69), EOS]
-    assert [(s.count, s.version) for s in sample.segments] == [(17, (0, 0)), (43, (1, 0))]
-    assert sample.staleness == again.batches[0].off_policy_share == 0
-    again.check_ledger()
-
-
 def test_a_state_keeps_whole_responses_with_a_grammar_and_no_parts() -> None:
     """A request in flight begins again after a restart; of a whole response the state says that it had a grammar."""
     m = CoreMachine(ONE, LONG)
@@ -84,14 +63,6 @@ def test_a_state_keeps_whole_responses_with_a_grammar_and_no_parts() -> None:
     again.check_ledger()
     again.ask()
     assert again.attempt(0).request.token_ids.tolist() == [5, 6]
-
-
-def test_tokens_of_an_attempt_that_was_given_up_are_dropped_in_the_state() -> None:
-    """A sample began again while its old attempt still ran: its old tokens are in the books, and nowhere else."""
-    m = running(9)
-    m.post(ev.SampleFailed(SampleId(0, 0), "raised"))
-    tokens = restored(save(m)).core.tokens
-    assert tokens.as_dict() == {"observed": 9, "delivered": 0, "held": 0, "dropped": {"failed": 9}}
 
 
 def test_numbers_of_an_engine_may_be_those_of_numpy() -> None:
@@ -126,20 +97,6 @@ def one_step() -> CoreMachine:
     return m
 
 
-def test_batch_that_was_not_trained_is_delivered_again() -> None:
-    """A leased batch is part of the state until a checkpoint says that it was trained on."""
-    m = one_step()
-    first = m.batches[0].samples[0]
-    again = restored(save(m))
-    assert again.core.tokens.delivered == again.core.prompts.delivered == 0
-    again.ask()
-    sample = again.batches[0].samples[0]
-    assert again.batches[0].id == 0
-    assert (sample.id, sample.reward, sample.finish) == (first.id, first.reward, first.finish)
-    assert sample.tokens.tolist() == first.tokens.tolist()
-    assert sample.logprobs.tolist() == first.logprobs.tolist()
-
-
 def test_a_batch_that_is_out_is_collected_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the last moment, which holds the loop, no group is left; the state is that of one moment all the same."""
     m = one_step()
@@ -149,27 +106,6 @@ def test_a_batch_that_is_out_is_collected_in_parts(monkeypatch: pytest.MonkeyPat
         pass
     monkeypatch.setattr(snapshot, "_frozen", lambda group: pytest.fail(f"group {group.id} is collected at the end"))
     assert freezer.finish(-1)() == state
-
-
-def test_batch_that_was_trained_is_not_delivered_again() -> None:
-    """trained_through names a leased batch: it is settled, and the version is that of the update that follows it."""
-    m = one_step()
-    again = restored(save(m, trained_through=0))
-    assert (again.core.clock.current, again.core.prompts.delivered) == (PolicyVersion(1, 1), 1)
-    again.step(random.Random(0))
-    assert again.batches[0].id == 1
-    assert again.delivered() != m.delivered()
-    (carried,) = again.batches[0].samples
-    assert carried.staleness == (1 if carried.attempts > 1 else 0)
-
-
-def test_committed_batch_is_not_delivered_again() -> None:
-    """After the weight update nothing of the batch is left in the state."""
-    m = one_step()
-    m.update()
-    state = save(m)
-    assert (state["ready"], state["batches"]) == ([], 1)
-    assert restored(state).core.clock.current == PolicyVersion(1, 1)
 
 
 def test_trained_through_takes_what_is_held_and_refuses_the_rest() -> None:
@@ -187,151 +123,7 @@ def test_trained_through_takes_what_is_held_and_refuses_the_rest() -> None:
             snapshot.take(m.core, through)
 
 
-# -------------------------------------------------------------------- staleness
-
-
-def test_staleness_goes_on_over_the_restart() -> None:
-    """Tokens of before count the way to the checkpoint plus the way since."""
-    m = running()
-    m.finish(1)
-    m.finish_aborts()
-    m.update()
-    again = restored(save(m))
-    again.ask()
-    assert again.core.clock.current == PolicyVersion(1, 1)
-    again.tokens(again.attempt(0).id, 8)
-    again.finish(max(again.groups()))
-    again.next_step()
-    again.finish(0)
-    again.finish_aborts()
-    (sample,) = again.batches[-1].samples
-    assert [(s.count, s.version) for s in sample.segments] == [(17, (0, 0)), (8, (1, 1)), (35, (1, 2))]
-    assert sample.staleness == 2
-
-
-def test_what_is_too_old_after_the_restart_is_treated_as_the_settings_say() -> None:
-    """on_stale: drop acts on what comes out of a state as on anything else."""
-    m = running(on_stale=OnStale.DROP, max_staleness=0)
-    m.finish(1)
-    m.finish_aborts()
-    again = restored(save(m, trained_through=0), m.core.settings)
-    assert (again.dropped, again.prompts_dropped) == ({"stale": 17}, {"stale": 1})
-
-
 # -------------------------------------------------------------------- replay
-
-
-class Conversation:
-    """A machine whose one rollout function makes calls of 6 tokens with an environment token between them."""
-
-    def __init__(self, m: CoreMachine) -> None:
-        self.m = m
-        m.auto_call = False
-        self.said = [5, 6]
-
-    def call(self, environment: list[int] | None = None, *, whole: bool = True) -> list[do.Command]:
-        """The next call; ``whole``: with the token ids of the conversation."""
-        self.said += environment or []
-        asked = np.array(self.said, np.int32) if whole else None
-        commands = self.m.core.handle(ev.CallMade(SampleId(0, 0), SamplingParams(max_tokens=6), asked))
-        self.take(commands)
-        return commands
-
-    def take(self, commands: list[do.Command]) -> None:
-        """What the core says."""
-        for command in commands:
-            if isinstance(command, do.Submit):
-                self.m.in_flight[command.attempt.id] = command.attempt
-            if isinstance(command, do.CallCompleted):
-                call = command.call.result
-                self.said += command.call.sample.chains[0].tape.tokens[call.start : call.end].tolist()
-
-    def tokens(self, count: int) -> None:
-        """The engine generates; 6 tokens complete the call."""
-        (attempt_id,) = self.m.in_flight
-        if self.m.tokens(attempt_id, count):
-            self.take(self.m.core.handle(ev.AttemptEnded.of(self.m.in_flight.pop(attempt_id), EngineFinish.LENGTH)))
-
-
-ALONE = settings(n=1, samples=1)
-
-
-def two_turns(second: int = 2) -> tuple[CoreMachine, Conversation]:
-    """One complete call, an environment token 77, and ``second`` tokens of another call."""
-    m = CoreMachine(ALONE, 500)
-    talk = Conversation(m)
-    m.ask()
-    talk.call()
-    talk.tokens(6)
-    talk.call([77])
-    talk.tokens(second)
-    return m, talk
-
-
-def begin_anew(state: State) -> tuple[CoreMachine, Conversation]:
-    """The function runs again in another process."""
-    m = restored(state, ALONE, 500)
-    talk = Conversation(m)
-    m.ask()
-    return m, talk
-
-
-def test_function_that_asks_the_same_is_answered_from_the_tape() -> None:
-    """Complete calls are answered at once, the open one goes on where it stood; nothing is generated twice."""
-    m, talk = begin_anew(save(two_turns()[0]))
-    assert [type(c) for c in talk.call()] == [do.CallCompleted]
-    assert talk.said == [5, 6, *range(10, 16)]
-    (submit,) = talk.call([77])
-    assert isinstance(submit, do.Submit)
-    assert submit.attempt.request.token_ids.tolist() == [5, 6, *range(10, 16), 77, 17, 18]
-    assert submit.attempt.request.sampling.max_tokens == 4
-
-    talk.tokens(4)
-    m.post(ev.SampleReturned(SampleId(0, 0)))
-    assert m.batches[0].samples[0].tokens.tolist() == [*range(10, 16), 77, *range(17, 23)]
-    assert m.batches[0].samples[0].loss_mask.tolist() == [1] * 6 + [0] + [1] * 6
-    m.check_ledger()
-
-
-def test_function_between_two_calls_goes_on_by_itself() -> None:
-    """All its calls were complete: after their answers it is on its own, whatever it asks."""
-    m, talk = begin_anew(save(two_turns(second=6)[0]))
-    talk.call()
-    talk.call([77])
-    (submit,) = talk.call([78, 79])
-    assert isinstance(submit, do.Submit)
-    assert submit.attempt.request.token_ids.tolist() == [5, 6, *range(10, 16), 77, *range(17, 23), 78, 79]
-    assert m.core.counters["replays_diverged"] == 0
-
-
-def stray(talk: Conversation, how: str) -> list[do.Command]:
-    """The function asks otherwise than before."""
-    if how == "another prompt":
-        talk.said = [5, 6, 9]
-        return talk.call()
-    talk.call(whole=how != "no ids")
-    if how == "returns early":
-        return talk.m.core.handle(ev.SampleReturned(SampleId(0, 0)))
-    return talk.call(whole=False) if how == "no ids" else talk.call([78])
-
-
-@pytest.mark.parametrize("how", ["another prompt", "another environment", "no ids", "returns early"])
-def test_function_that_asks_otherwise_begins_again(how: str) -> None:
-    """Other token ids, none where a token of the environment stood, or fewer calls: all is dropped by name."""
-    m, talk = begin_anew(save(two_turns()[0]))
-    assert [type(c) for c in stray(talk, how)] == [do.CancelSample, do.StartSample]
-    assert m.dropped == {"replay_diverged": 8}
-    assert m.core.counters["replays_diverged"] == 1
-    assert not m.in_flight
-
-
-def test_state_taken_during_a_replay_is_as_good_as_the_first() -> None:
-    """A second crash, in the middle of the replay: all recorded calls are still there."""
-    first = save(two_turns()[0])
-    m, talk = begin_anew(first)
-    talk.call()
-    (before,), (after,) = (state["waiting"][0]["samples"][0]["chains"] for state in (first, save(m)))
-    assert (after["calls"], after["open_call"], after["tokens"]) == (before["calls"], 7, before["tokens"])
 
 
 def test_call_without_token_ids_is_the_same_question_where_nothing_stood_between() -> None:
@@ -343,15 +135,6 @@ def test_call_without_token_ids_is_the_same_question_where_nothing_stood_between
     (submit,) = again.core.handle(ev.CallMade(sample.id, again.sampling))
     assert isinstance(submit, do.Submit)
     assert sample.chains[0].seen_tokens == 17
-
-
-def test_eos_as_the_last_saved_token_completes_the_call() -> None:
-    """The state was taken between the last token and the end of its request: nothing is generated after EOS."""
-    again = restored(save(running(6, 6)), length=6)
-    again.ask()
-    again.finish_aborts()
-    (sample,) = again.batches[0].samples
-    assert (sample.tokens.tolist(), sample.finish) == ([10, 11, 12, 13, 14, EOS], FinishReason.STOP)
 
 
 @pytest.mark.parametrize("seen_by", ["nobody", "group_reward", "has_filter"])
@@ -403,21 +186,6 @@ def saved() -> State:
 
 def load(state: Any, **changes: Any) -> CoreMachine:
     return restored(state, settings(n=1, samples=changes.pop("samples", 2), over=3, **changes), 60)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"samples": 3}, "saved with n_samples_per_prompt=2, but the configuration has 3"),
-        ({"run_seed": 5}, "saved with seed=0, but the configuration has 5"),
-        ({"max_response_len": 10}, "max_response_len=10"),
-    ],
-)
-def test_settings_that_do_not_fit_are_named(changes: dict[str, Any], words: str) -> None:
-    """Other samples per prompt, another seed, or shorter responses than those held: one sentence each."""
-    assert load(saved()).core.tokens.held == 44  # otherwise the refusals would prove nothing
-    with pytest.raises(CheckpointError, match=words):
-        load(saved(), **changes)
 
 
 def test_engines_with_other_log_probabilities() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from core_machine import PROMPT, CoreMachine, asked, settings
 
@@ -39,19 +37,6 @@ def test_restart_drops_the_tokens_and_begins_again() -> None:
     assert (m.dropped, m.prompts_dropped) == ({"stale": 20}, {})
 
 
-def test_restart_reopens_a_finished_sibling() -> None:
-    """A finished sample that gets too old while it waits for its sibling begins again as well."""
-    m = asked(lambda g, i: 500 if (g, i) == (0, 1) else 3, samples=2, over=2, on_stale=OnStale.RESTART, max_staleness=0)
-    m.finish((0, 0), 1)
-    m.tokens(m.attempt(0, 1).id, 9)
-    m.finish_aborts()
-    m.update()
-    group = m.core.buffer.groups[0]
-    assert [s.state for s in group.samples] == [SampleState.NEW, SampleState.NEW]
-    assert group.unfinished == 2
-    assert m.dropped == {"stale": 12}
-
-
 def test_group_is_scored_again_when_one_of_its_samples_began_again() -> None:
     """Group rewards and restart: a finished sibling stays, and the rewards are asked for once more."""
     kept = {"on_stale": OnStale.RESTART, "max_staleness": 1, "on_weight_update": OnWeightUpdate.KEEP}
@@ -67,15 +52,6 @@ def test_group_is_scored_again_when_one_of_its_samples_began_again() -> None:
     m.finish((1, 0))
     m.finish_aborts()
     assert m.delivered() == [1, 1]
-
-
-def test_drop_gives_up_the_group_and_replaces_it() -> None:
-    """on_stale: drop settles the prompt with the reason stale; the next step still delivers N."""
-    m = one_long_group(OnStale.DROP)
-    assert 0 not in m.core.buffer.groups
-    assert (m.dropped, m.prompts_dropped) == ({"stale": 20}, {"stale": 1})
-    m.post(ev.Resumed())
-    assert m.step(random.Random(0)) is not None
 
 
 def test_mask_takes_the_loss_off_too_old_tokens_only() -> None:

@@ -8,11 +8,11 @@ import weakref
 
 import numpy as np
 import pytest
-from core_machine import OLD_TIMER, CoreMachine, asked, settings
+from core_machine import CoreMachine, asked, settings
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.types import CallState, OnDataEnd, OnLongPrompt, OnStale, Prompt, Refill, SampleState
+from april.core.types import OnDataEnd, OnLongPrompt, OnStale, Prompt, Refill
 from april.errors import InvariantError
 
 
@@ -42,37 +42,6 @@ def test_skipped_prompts_are_replaced_until_the_step_has_begun_with_all_it_wants
 
     assert len(m.core.buffer) == 4
     assert m.core.over_sampler.requested == 0
-
-
-def test_over_sampling_stops_at_n_and_keeps_partials_and_finished_siblings() -> None:
-    """N' = 2N: at N complete groups the rest is aborted; tokens of partials and of finished siblings are kept."""
-    m = asked(lambda g, i: 100 if (g, i) in {(2, 0), (3, 1)} else 4, n=2, samples=2, over=4)
-    m.tokens(m.attempt(2).id, 30)
-    m.finish((2, 1), (0, 0), (0, 1), (3, 0), (1, 0), (1, 1))
-    assert m.abort_asked == {m.attempt(2).id, m.attempt(3, 1).id}
-    assert not m.batches
-    m.finish_aborts()
-
-    assert m.delivered() == [0, 0, 1, 1]
-    chains = [sample.chains[0] for sample in m.core.buffer.samples()]
-    kept = {c.sample.id: (c.open_call.state if c.open_call else c.sample.state, len(c.tape)) for c in chains}
-    assert kept == {
-        (2, 0): (CallState.QUEUED, 30),
-        (2, 1): (SampleState.FINISHED, 4),
-        (3, 0): (SampleState.FINISHED, 4),
-        (3, 1): (CallState.QUEUED, 0),
-    }
-    m.check_ledger()
-
-
-def test_groups_that_finish_while_aborts_are_under_way_are_surplus_and_go_first() -> None:
-    """A group that completes after the target was reached is delivered first in the next step, never lost."""
-    m = asked({0: 4, 1: 6, 2: 90}, over=3)
-    m.finish(0, 1)
-    m.next_step()
-    assert [m.delivered(i) for i in range(2)] == [[0], [1]]
-    assert m.batches[1].samples[0].staleness == 1
-    assert not m.in_flight
 
 
 def test_next_step_resumes_carry_before_new_prompts_oldest_first() -> None:
@@ -130,19 +99,6 @@ def test_group_rewards_are_asked_for_once_all_siblings_have_returned() -> None:
     assert [s.reward for s in m.batches[0].samples] == pytest.approx([0.0, 0.125, 0.25])
 
 
-def test_slow_rewards_do_not_hold_up_the_abort_and_count_when_they_arrive() -> None:
-    """A group whose reward is late is not complete; it becomes surplus when the reward comes between steps."""
-    m = asked({0: 3, 1: 6}, over=2, auto_score=False)
-    m.finish(0, 1)
-    assert not m.batches
-    m.score((1, 0))
-    m.post(OLD_TIMER)
-    assert m.delivered() == [1]
-    m.score((0, 0))
-    m.next_step()
-    assert m.delivered() == [0]
-
-
 def test_no_step_before_the_last_one_is_delivered() -> None:
     """Two trainers cannot ask at once."""
     with pytest.raises(InvariantError, match="while another one is running"):
@@ -160,23 +116,6 @@ def test_repr_is_the_dashboard_and_story_tells_one_samples_history() -> None:
     story = m.core.story(m.sample(0).id)
     assert story.index("rollout function started") < story.index("attempt") < story.index("partial after 8 tokens")
     assert "nothing remembered" in m.core.story((77, 0))  # type: ignore[arg-type]
-
-
-def test_pause_ends_everything_in_flight_and_resume_goes_on() -> None:
-    """PauseRequested aborts what runs; Paused comes when all is accounted for; the step goes on after Resumed."""
-    m = asked(40, samples=2)
-    for attempt_id in m.in_flight:
-        m.tokens(attempt_id, 11)
-    m.post(ev.PauseRequested())
-    assert m.abort_asked == set(m.in_flight)
-    m.finish_aborts()
-    assert isinstance(m.commands[-1], do.Paused)
-    m.update()
-
-    resumed = [c.attempt for c in m.post(ev.Resumed()) if isinstance(c, do.Submit)]
-    assert [len(a.request.token_ids) for a in resumed] == [2 + 11, 2 + 11]
-    m.finish(0)
-    assert {tuple(v) for s in m.batches[0].samples for v in s.versions.tolist()} == {(0, 0), (0, 1)}
 
 
 @pytest.mark.parametrize(("bound", "drawn"), [(None, [1]), (31, [1]), (30, [])])
@@ -244,25 +183,6 @@ def test_more_prompts_in_the_middle_of_the_last_step() -> None:
     more_prompts(m, 1)
     m.finish(0, 1)
     assert [len(b) for b in m.batches] == [2]
-
-
-@pytest.mark.parametrize("keeps", [0, 1])
-@pytest.mark.parametrize("policy", [OnDataEnd.SHORT, OnDataEnd.WAIT])
-def test_filter_that_rejects_the_last_groups(policy: OnDataEnd, keeps: int) -> None:
-    """No replacement is left: the rest is short or waits, or nothing is left; rejected groups are settled."""
-    m = asked(n=2, has_filter=True, on_data_end=policy, prompts=2)
-    m.finish(0, 1)
-    for question in [c for c in m.commands if isinstance(c, do.JudgeGroup)]:
-        assert not m.batches
-        assert not m.ended
-        keep = question.group.id >= 2 - keeps
-        m.post(ev.GroupJudged(group=question.group.id, judgement=question.judgement, keep=keep))
-
-    if policy is OnDataEnd.SHORT and keeps:
-        assert m.delivered() == [1]
-    else:
-        assert kept(m) == keeps
-    assert m.prompts_dropped == {"filtered": 2 - keeps}
 
 
 def test_unusable_prompt_ends_the_step_and_the_good_ones_before_it_are_kept() -> None:

@@ -111,27 +111,6 @@ def test_prompts_that_never_began_are_started_in_the_next_short_round(restarts: 
     assert m.core.buffer.units == 6
 
 
-def test_the_last_rounds_contain_what_is_aside() -> None:
-    """Where the prompts have ended, the groups that are aside fill up the batch; the last batch is shorter."""
-    m = machine({0: 90, 3: 90}, prompts=7, over=3)
-    rng = random.Random(0)
-    while not m.ended:
-        if m.step(rng) is not None:
-            m.update()
-    trained = [sorted(set(m.delivered(i))) for i in range(len(m.batches))]
-    assert sorted(group for batch in trained for group in batch) == list(range(7))
-    assert [len(batch) for batch in trained] == [2, 2, 2, 1]
-    assert {s.staleness for batch in m.batches for s in batch.samples} == {0}
-    assert not m.core.buffer.groups
-
-
-def test_fewer_prompts_than_n_are_one_batch() -> None:
-    """Nothing is put aside where the data end before N groups are in work."""
-    m = machine(9, prompts=1)
-    assert m.step(random.Random(0)) is not None
-    assert (m.delivered(), m.dropped) == ([0, 0], {})
-
-
 @pytest.mark.parametrize("aside", [2, 3])
 def test_a_group_that_fails_in_a_long_round_is_replaced(aside: int) -> None:
     """Groups that are aside replace it first, then exactly the missing new prompts, as the round waits for all."""
@@ -187,22 +166,6 @@ def test_nothing_is_asked_about_a_group_that_the_same_event_puts_aside(of: str) 
     m.fail(m.attempt(1, 1), kind=AttemptFailure.CORRUPT)
     assert list(m.core.buffer.aside) == [1]
     assert not [c for c in m.commands[asked:] if isinstance(c, (do.ScoreGroup, do.JudgeGroup))]
-
-
-def test_an_evaluation_in_the_middle_of_a_round_changes_nothing() -> None:
-    """The weights stay the same, so interrupted responses go on with their tokens and are of one version."""
-    m = machine({0: 90, 1: 90})
-    m.ask()
-    for attempt in list(m.in_flight.values()):
-        m.tokens(attempt.id, 2)
-    m.evaluate()
-    m.finish_aborts()
-    m.finish(m.only.sample.id)
-    assert m.core.tokens.held == 8 * 2
-    m.finish(2, 3)
-    m.finish_aborts()
-    assert m.dropped == {"put_aside": 4 * 2}
-    assert {s.staleness for s in m.batches[0].samples} == {0}
 
 
 def test_an_update_in_the_middle_of_a_round_lets_it_begin_again() -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 import pytest
 from core_machine import CoreMachine, asked
 from msgspec import structs
 
-from april.core import events as ev
 from april.core.types import (
     LEGAL_TRANSITIONS,
     AttemptState,
@@ -30,7 +27,6 @@ from april.core.types import (
 from april.errors import InvariantError
 
 ENUMS: tuple[type[StrEnum], ...] = (SampleState, CallState, AttemptState, GroupState)
-PACKAGE = Path(__file__).parent.parent / "april"
 
 
 def test_the_table_has_every_state_and_names_are_never_shared() -> None:
@@ -62,59 +58,6 @@ def test_only_what_the_table_has_is_done(kind: type[StrEnum]) -> None:
                 with pytest.raises(InvariantError, match=rf"cannot go from {before} to {after} \(no.*story of g0"):
                     m.core.context.change_state(thing, after, "no")
                 assert thing.state is before
-
-
-def test_nothing_else_assigns_a_state() -> None:
-    """``thing.state = ...`` stands in one function of the package."""
-    found = []
-    for path in sorted((PACKAGE / "core").glob("*.py")):
-        for function in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if not isinstance(function, ast.FunctionDef):
-                continue
-            for node in ast.walk(function):
-                if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                    flat = [t for target in targets for t in (getattr(target, "elts", None) or [target])]
-                    if any(isinstance(t, ast.Attribute) and t.attr == "state" for t in flat):
-                        found.append((path.name, function.name))
-            assert "setattr" not in {n.id for n in ast.walk(function) if isinstance(n, ast.Name)}, path.name
-    assert found == [("context.py", "change_state")]
-
-
-def test_every_change_of_a_sample_is_in_its_story() -> None:
-    """From the start of its function to the batch: one line per change, those of its calls and its group included."""
-    m = asked()
-    first = m.only
-    m.tokens(first.id, 5)
-    m.post(ev.AttemptStalled(first.id, 7.0))
-    m.end(first.id, 0)
-    second = m.only
-    m.end(second.id)
-    assert [line.partition(": ")[2] for line in m.core.story(SampleId(0, 0)).splitlines()[1:]] == [
-        "rollout function started",
-        "asks for up to 1000 tokens",
-        f"attempt {first.id} on a from token 0",
-        "engine a sends nothing",
-        "attempt failed: engine a sent nothing for 7 s",
-        f"attempt {second.id} on a from token 5",
-        "call complete (stop) at 20 tokens",
-        "returned",
-        "finished, reward 0",
-        "complete",
-        "leased in batch 0",
-    ]
-
-
-def test_a_place_is_reserved_from_the_start_of_a_function_to_its_first_call() -> None:
-    """No other function starts in it, it is handed on with the first call, and no two are taken for one sample."""
-    m = asked(n=2, samples=2, max_in_flight=3, auto_call=False)
-    places = m.core.context.places
-    assert len(places.reserved) == 3 == len(m.to_call)
-    assert (places.free, places.startable()) == (3, 0)
-    m.post(ev.CallMade(m.to_call.pop(0), m.sampling))
-    assert (len(places.reserved), len(m.in_flight), places.startable()) == (2, 1, 0)
-    m.post(ev.SampleFailed(m.to_call.pop(0), "boom"))  # it begins again, in the place that it had
-    assert (len(places.reserved), len(m.in_flight), places.startable()) == (2, 1, 0)
 
 
 # ---------------------------------------------------------------- books that are wrong

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from seeds import seeds
@@ -11,9 +10,7 @@ from update_player import Update, UpdatePlayer
 
 from april.core import events as ev
 from april.core.engine_table import EngineWeights
-from april.core.types import TimerKind
-from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.core.weight_updates import MACHINE_DIGITS, Phase
+from april.core.weight_updates import MACHINE_DIGITS
 
 SEEDS = range(120)
 _seen: Counter[str] = Counter()
@@ -79,64 +76,6 @@ def test_an_answer_of_before_an_update_says_nothing_of_after() -> None:
     assert [player.core.counters[name] for name in ("stale_engines", "late_events")] == [0, 0]
     assert player.core.engines.states["e0"].version == player.core.clock.current
     player.end_well()
-
-
-def test_a_refusing_engine_is_asked_before_it_is_used_again() -> None:
-    """Only one engine, and it refuses: it gets nothing until it has said that its weights are whole."""
-    player = UpdatePlayer(0, 1)
-    player.post(ev.StepRequested())
-    player.ask_update(transfers=False)
-    player.finish_aborts()
-    pause, player.servers["e0"].open = player.calls["e0"], False
-    player.post(ev.EngineCallEnded("e0", pause.call, ev.CallResult.DONE))
-    load = player.calls["e0"]
-    player.post(ev.EngineCallEnded("e0", load.call, ev.CallResult.REFUSED, "no such directory"))
-    state = player.core.engines.states["e0"]
-    assert (state.weights, state.version, player.core.updates.phase) == (EngineWeights.HALF, None, Phase.CHECKING)
-    player.post(ev.EngineProbed(engine="e0", probe=player.probes.pop().probe, answered=True, ok=True, current=True))
-    assert (state.weights, state.version) == (EngineWeights.CONFIRMED, FIRST_VERSION)
-    player.servers["e0"].open = True
-    player.post(ev.EngineCallEnded("e0", player.calls["e0"].call, ev.CallResult.DONE))
-    assert player.failed == load.call
-    assert len(player.in_flight) == 4
-
-
-def test_the_state_of_an_update_is_plain_data() -> None:
-    """Everything that the plan knows could be written down, and read by another process."""
-    player = play(4)
-    plain = (str, int, bool, type(None), PolicyVersion, ev.UpdateRequested, ev.EngineCallEnded)
-
-    def check(value: Any) -> None:
-        if isinstance(value, (list, tuple, set, frozenset)):
-            for item in value:
-                check(item)
-        elif isinstance(value, dict):
-            check(list(value.items()))
-        else:
-            assert isinstance(value, plain), value
-
-    for owner in (player.core.updates, player.core._recovery, player.core._engine_calls):
-        for name, value in vars(owner).items():
-            if name not in ("_context", "_calls", "_updates", "_adopt"):
-                check(value)
-
-
-def test_an_engine_that_comes_back_is_not_touched_before_its_requests_have_ended() -> None:
-    """They would go on under other weights: pause and load come after the last of them."""
-    player = UpdatePlayer(0, 1)
-    player.ask_update(transfers=False)
-    player.calm(lambda: not player.updates)
-    player.post(ev.StepRequested())
-    look = player.probes.pop()
-    player.post(ev.EngineProbed(engine="e0", probe=look.probe, answered=True, ok=True, current=False))
-    assert len(player.abort_asked) == len(player.in_flight) == 4
-    for ended in (False, True):
-        if ended:
-            player.finish_aborts()
-        player.post(ev.TimerFired(next(t for t in player.timers[::-1] if t.kind is TimerKind.PROBE)))
-        probe = player.probes.pop()
-        player.post(ev.EngineProbed(engine="e0", probe=probe.probe, answered=True, ok=True, current=False))
-        assert bool(player.calls) is ended
 
 
 @pytest.mark.parametrize("trainer_reads", ["", "one"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from typing import Any
 
 import numpy as np
@@ -145,33 +144,6 @@ def test_the_bounds_belong_to_what_is_kept() -> None:
     own, other, mask = both([[half, 0.0, -50.0]], [[0.0, half, 0.0]], [[1, 1, 1]])[0]
     assert april.masked_weights(own, other, mask, 0.5, 2.0).tolist() == [[0.5, 2.0, 0.0]]
     assert april.masked_weights(own, other, mask, 0.0, math.inf)[0, 2] == np.float32(math.exp(-50))
-
-
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_halves_are_refused(kind: torch.dtype) -> None:
-    """In bfloat16 the same probability has a ratio of up to 6 % off; the sentence says what to do."""
-    own = torch.tensor([[-10.03]])
-    assert abs(math.expm1(float(own.to(torch.bfloat16)) + 10.03)) > 0.02
-    for weights in (april.truncated_weights, april.masked_weights):
-        with pytest.raises(ValueError, match=r"logprobs are b?float16, too coarse .*logits.float"):
-            weights(own.to(kind), own, own != 0)
-        with pytest.raises(ValueError, match=r"behaviour_logprobs are b?float16"):
-            weights(own, own.to(kind), own != 0)
-
-
-@pytest.mark.parametrize("wrong", [math.nan, -math.inf, math.inf, 0.5])
-def test_what_is_no_log_probability_is_refused(wrong: float) -> None:
-    """In either place, where there is loss: by name and value."""
-    for own, other, mask in both([[-1.0, wrong]], [[-1.0, -1.0]], [[1, 1]]):
-        for weights in (april.truncated_weights, april.masked_weights):
-            sentence = re.escape(f"holds {wrong:g} for one of 1 tokens with loss")
-            with pytest.raises(ValueError, match=f": logprobs {sentence}"):
-                weights(own, other, mask)
-            with pytest.raises(ValueError, match=f"behaviour_logprobs {sentence}"):
-                weights(other, own, mask)
-            if isinstance(own, torch.Tensor):  # torch warns where a number is made of what has a gradient
-                with pytest.raises(ValueError, match=f": logprobs {sentence}"):
-                    weights(own.clone().requires_grad_(), other, mask, keep_gradient=True)
 
 
 def test_arguments_that_cannot_be() -> None:

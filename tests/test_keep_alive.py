@@ -38,5 +38,3 @@ def test_what_is_recommended_is_as_long(page: str) -> None:
     found = re.findall(r'TIMEOUT_KEEP_ALIVE"?[=:] ?"?(\d+)', (ROOT / page).read_text("utf-8"))
     assert found
     assert all(int(seconds) > STEP_S for seconds in found)
-
-

@@ -103,11 +103,11 @@ MUST_NOT: list[tuple[dict[str, Any], str]] = [
     (
         {"rollout_batch_size": 2, "over_sampling_batch_size": 2},
         r"\d+ of the 24 groups of the state could not be delivered in time with rollout_batch_size=2, max_staleness=5 "
-        r".*saved with rollout_batch_size=6\); set rollout_batch_size to at least \d, or max_staleness as it was",
+        r".*saved with rollout_batch_size=6\); set these as they were, or on_stale",
     ),
     (
         {"max_staleness": 0, "over_sampling_batch_size": 6},
-        r"could not be delivered in time with .*max_staleness=0 .*saved with max_staleness=5.*; set max_st",
+        r"could not be delivered in time with .*max_staleness=0 .*saved with max_staleness=5",
     ),
     (
         {"sampling": {"temperature": 0.5}},
@@ -136,26 +136,6 @@ async def test_settings_that_must_not_change(changes: dict[str, Any], words: str
         await run.load_state_dict(state)
         await to_the_end(run, seen)
     assert seen == dict.fromkeys(range(60), 1)
-
-
-@on_virtual_time
-async def test_the_smallest_batch_that_the_message_names_is_enough() -> None:
-    """With that N the same state is gone on from, and nothing is masked; with one less it is refused."""
-    state, seen = await saved()
-
-    async def load(n: int) -> Any:
-        async with started(rollout_batch_size=n, over_sampling_batch_size=n) as run:
-            await run.load_state_dict(state)
-            return await to_the_end(run, seen.copy())
-
-    with pytest.raises(CheckpointError, match="to at least") as caught:
-        await load(1)
-    enough = int(str(caught.value).partition("to at least ")[2].partition(",")[0])
-    with pytest.raises(CheckpointError, match="could not be delivered in time"):
-        await load(enough - 1)
-    batches = await load(enough)
-    assert sum(b.metrics["masked_tokens"] for b in batches) == 0
-    assert max(b.metrics["staleness_max"] for b in batches) <= 5
 
 
 @pytest.mark.parametrize("before", ["mask", "finish"])

@@ -65,16 +65,6 @@ def test_rows_keep_their_own_prompt_and_the_number_of_their_conversation() -> No
     assert come.samples[2].prompt.token_ids.tolist() == [1, 2]
 
 
-def test_shares_of_ranks_have_whole_samples() -> None:
-    """A sample's rows go to one rank, by samples and by tokens; what a loss is divided by counts samples."""
-    for by in ("samples", "tokens"):
-        shares = [unpack(pack(share), Batch) for share in batch().split(3, by)]  # type: ignore[arg-type]
-        ids = [{s.id for s in share.samples} for share in shares]
-        assert sum(map(len, ids)) == len(set.union(*ids)) == 4
-        assert sorted(str(row) for share in shares for row in plain(share)) == sorted(map(str, plain(batch())))
-        assert {share.share.samples for share in shares} == {4}
-
-
 def test_a_prompt_that_rows_share_travels_once() -> None:
     """Whatever number of responses its group has."""
     rows = tuple(row(7, index, 0, list(range(4000)), 3) for index in range(8))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core.attachments import joined
 from april.core.context import CoreContext
 from april.core.sample_calls import SampleCalls
 from april.core.sample_lifecycle import SampleLifecycle
@@ -219,7 +220,7 @@ class AttemptResults:
         )
         if count:  # without tokens, the engine of an earlier attempt still caches the longest prefix
             if attempt.tape.extras:
-                chain.add_extras(attempt.tape.extras)
+                chain.extras = joined(chain.extras, attempt.tape.extras)
             state = self._context.engines.states[attempt.engine]
             # with on_weight_update: keep, the engine computed the request's keys and values with older weights, and
             # does not reuse them for later requests

@@ -21,16 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from april.core.attachments import NO_EXTRAS, Extras, Placed, before, first_rows, whole_rows
 from april.core.row_rewards import RowReward
-from april.core.tape import (
-    Float32,
-    Int32,
-    Segment,
-    SegmentKind,
-    constrained_mask,
-    kept_mask,
-    temperatures_of,
-    versions_of,
-)
+from april.core.tape import Float32, Int32, Segment, SegmentKind, versions_of
 from april.core.types import FinishReason, Group, Prompt, Sample, SampleId
 from april.core.versions import PolicyVersion, VersionClock
 from april.core.whole_numbers import whole_number
@@ -103,18 +94,23 @@ class DeliveredSample:
     def kept_mask(self) -> UInt8:
         """uint8 [T], 1 where a token was sampled with keys and values of older weights (``on_weight_update: keep``), so
         that recomputing its log-probability gives another value"""
-        return kept_mask(self.segments)
+        return np.repeat(np.array([s.over is not None for s in self.segments], np.uint8), self._counts)
 
     @property
     def constrained_mask(self) -> UInt8:
         """uint8 [T], 1 where a grammar decided which tokens could be sampled (``constraints: enforce``). The
         log-probabilities there are those of the tokens that the grammar allowed"""
-        return constrained_mask(self.segments)
+        return np.repeat(np.array([s.constrained for s in self.segments], np.uint8), self._counts)
 
     @property
     def temperatures(self) -> Float32:
         """float32 [T], temperature at which each token was sampled; 1 for environment tokens"""
-        return temperatures_of(self.segments)
+        found = [s.temperature if s.kind is SegmentKind.GENERATED else 1.0 for s in self.segments]
+        return np.repeat(np.array(found, np.float32), self._counts)
+
+    @property
+    def _counts(self) -> list[int]:
+        return [s.count for s in self.segments]
 
     @property
     def baseline_rewards(self) -> Float32:
@@ -476,8 +472,7 @@ def deliver_sample(
 
     The arrays are copies, so that the trainer may write into them without changing the sample in saved states.
     """
-    if sample.finish is None:
-        raise ValueError(f"{sample.id} is not finished")
+    assert sample.finish is not None
     prompt = sample.group.prompt
     rows, rewards = [], sample.row_rewards
     for number, chain in enumerate(sample.row_chains):

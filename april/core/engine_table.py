@@ -418,15 +418,7 @@ class EngineTable:
         return f"{name} cannot join: it has {has}" if has else None
 
     def join(self, engine: EngineLimits) -> EngineState:
-        """Add an engine, new or returning, whose weights are unknown.
-
-        Raises:
-            InvariantError: the engine is unfit, or is present already.
-        """
-        if wrong := self.unfit(engine):
-            raise InvariantError(wrong)
-        if engine.name in self.states:
-            raise InvariantError(f"two engines have the name {engine.name}")
+        """Add an engine, new or returning, whose weights are unknown; :meth:`unfit` must have returned None for it."""
         before = self.left.pop(engine.name, None)
         state = EngineState(limits=engine, cap=AdmissionCap(engine.max_in_flight), weights=EngineWeights.UNKNOWN)
         if before is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -50,26 +50,23 @@ class EventPump:
 
     Args:
         core: core that handles the events.
-        executors: functions that execute commands, by command type.
-        ignored: command types for which nothing is done.
+        executors: functions that execute commands, for each command type.
         observers: observers that are called around each event.
 
     Raises:
-        TypeError: a command type is in neither ``executors`` nor ``ignored``, or in both.
+        TypeError: a command type has no executor.
     """
 
     def __init__(
         self,
         core: RolloutCore,
         executors: Mapping[type[Command], Callable[[Any], None]],
-        ignored: Iterable[type[Command]] = (),
         observers: Sequence[Observer] = (),
     ) -> None:
-        named = [*executors, *ignored]
-        if wrong := [t.__name__ for t in {*Command.__subclasses__(), *named} if named.count(t) != 1]:
-            raise TypeError(f"not executed by exactly one executor: {', '.join(sorted(wrong))}")
+        if missing := sorted(kind.__name__ for kind in {*Command.__subclasses__()} - executors.keys()):
+            raise TypeError(f"nothing executes {', '.join(missing)}")
         self._core = ObservedCore(core, observers) if observers else core
-        self._executors = {**executors, **dict.fromkeys(ignored, _nothing)}
+        self._executors = executors
         self._events: deque[Event] = deque()
         self.handled = 0
         """Number of events handled plus number of commands executed."""
@@ -96,10 +93,6 @@ class EventPump:
             raise
         finally:
             self.running = False
-
-
-def _nothing(command: Command) -> None:
-    """Execute an ignored command by doing nothing."""
 
 
 KEPT_REQUESTS = 4096

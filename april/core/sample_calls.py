@@ -110,15 +110,11 @@ class SampleCalls:
         longest, _, chain = max(extended, default=(-1, 0, None))
         if claimed:
             received, _, lost = min(claimed)
+            assert lost.replay is not None
             # of two equally long chains, prefer the other chain, which calls have used since the restart
-            if not received or chain is None or self._length_after_answers(lost, received) > longest:
+            if not received or chain is None or len(lost.prompt) + lost.replay.calls[received - 1].end > longest:
                 return lost
         return chain
-
-    def _length_after_answers(self, chain: Chain, received: int) -> int:
-        """Return the length of the conversation (prompt included) after the first ``received`` replayed answers."""
-        assert chain.replay is not None
-        return len(chain.prompt) + chain.replay.calls[received - 1].end
 
     def _answers_received(self, chain: Chain, token_ids: Int32, attached: Sequence[Placed]) -> int | None:
         """Return how many recorded answers of the chain these tokens contain; None if they belong to another chain.
@@ -150,10 +146,6 @@ class SampleCalls:
         most = len(chain.prompt) + self._context.attempts.room(chain)
         return next((placed.at for placed in attached if placed.end > most), most) if attached else most
 
-    def _is_cut(self, chain: Chain, event: ev.CallMade) -> bool:
-        """Return True if an attachment did not fit, so the conversation was truncated and nothing may be generated."""
-        return event.token_ids is not None and self._max_length(chain, event.attached) < len(event.token_ids)
-
     def _why_no_new_chain(self, sample: Sample, token_ids: Int32) -> str | None:
         """Return the reason why these tokens may not begin another chain; None if they may."""
         settings = self._context.settings
@@ -169,7 +161,9 @@ class SampleCalls:
         chain.calls.append(call)
         # a state that was saved just before a call's end may hold all of its tokens; the call is complete then
         stopped = self._context.attempts.ends_in_stop(call)
-        cut = bool(event.attached) and self._is_cut(chain, event)
+        # if an attachment did not fit, the conversation was truncated, and nothing may be generated
+        attached, ids = event.attached, event.token_ids
+        cut = bool(attached) and ids is not None and self._max_length(chain, attached) < len(ids)
         if not self.complete_if_ended(call, stopped=stopped, length=cut):
             self._context.note(chain.sample, f"asks for up to {event.sampling.max_tokens} tokens")
             self._context.over_sampler.push(call)

@@ -619,27 +619,19 @@ def _require_in_time(core: RolloutCore, before: CoreSettings) -> None:
         late -= _late(core, before) * max(1, settings.units_per_group // before.units_per_group)
     if late <= 0:
         return
-    slacks, per_batch = _slacks(core, settings), settings.units_per_group
-    least = [-(-count // (slack + 1) // per_batch) for count, slack in enumerate(slacks, 1)] if slacks[0] >= 0 else [0]
-    enough = max(least)
-    raises = f"rollout_batch_size to at least {enough}, or " if enough else ""
-    kept = "max_staleness" if before.whole_groups or not settings.whole_groups else "group_quorum"
     raise CheckpointError(
         f"{_late(core, settings)} of the {core.buffer.units} {'groups' if settings.whole_groups else 'samples'} of the "
         f"state could not be delivered in time with rollout_batch_size={settings.rollout_batch_size}, "
         f"max_staleness={settings.max_staleness} and max_age={settings.max_age}, as on_stale: finish requires (the "
-        f"state was saved with {', '.join(f'{name}={was}' for name, was in changed.items())}); set {raises}{kept} as "
-        "it was, or on_stale to restart, drop or mask"
+        f"state was saved with {', '.join(f'{name}={was}' for name, was in changed.items())}); set these as "
+        "they were, or on_stale to restart, drop or mask"
     )
 
 
 def _late(core: RolloutCore, settings: CoreSettings) -> int:
     """Return how many groups (or samples) are late even in the best order of delivery; see ``completion_monitor``."""
-    late = (count - max(0, slack + 1) * settings.target for count, slack in enumerate(_slacks(core, settings), 1))
-    return max(0, max(late, default=0))
-
-
-def _slacks(core: RolloutCore, settings: CoreSettings) -> list[int]:
     buffer = PartialBuffer(settings, core.leases)
     buffer.groups = core.buffer.groups
-    return sorted(slack for _, slack in buffer.slacks())
+    slacks = sorted(slack for _, slack in buffer.slacks())
+    late = (count - max(0, slack + 1) * settings.target for count, slack in enumerate(slacks, 1))
+    return max(0, max(late, default=0))

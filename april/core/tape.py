@@ -62,22 +62,6 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
     (only allowed tokens have a probability above 0), whatever kind the engine returns otherwise."""
 
 
-def kept_mask(segments: Sequence[Segment]) -> NDArray[np.uint8]:
-    """Return uint8 [T], 1 for each token that was sampled from KV-cache entries of an older version than its own."""
-    return np.repeat(np.array([s.over is not None for s in segments], np.uint8), [s.count for s in segments])
-
-
-def constrained_mask(segments: Sequence[Segment]) -> NDArray[np.uint8]:
-    """Return uint8 [T], 1 for each token that was sampled under a grammar."""
-    return np.repeat(np.array([s.constrained for s in segments], np.uint8), [s.count for s in segments])
-
-
-def temperatures_of(segments: Sequence[Segment]) -> Float32:
-    """Return float32 [T], the temperature at which each token was sampled; 1 for environment tokens."""
-    found = [s.temperature if s.kind is GENERATED else 1.0 for s in segments]
-    return np.repeat(np.array(found, np.float32), [s.count for s in segments])
-
-
 def versions_of(segments: Sequence[Segment]) -> Int32:
     """Return the policy version of each token as int32 [T, 2]: (number of restarts, number of weight updates)."""
     if not segments:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from april.core.attachments import NO_EXTRAS, Extras, Placed, before, first_rows, joined
+from april.core.attachments import NO_EXTRAS, Extras, Placed, before, first_rows
 from april.core.ledger import DropReason as DropReason
 from april.core.ledger import Ledger
 from april.core.row_rewards import RowReward, cohort_values
@@ -327,10 +327,6 @@ class Chain:
         if self.replay is None:
             return len(self.tape)
         return self.calls[-1].end if self.calls else 0
-
-    def add_extras(self, rows: Extras) -> None:
-        """Append the rows of an attempt; they include rows of earlier tokens that had no rows yet."""
-        self.extras = joined(self.extras, rows)
 
     @property
     def rows_due(self) -> int:

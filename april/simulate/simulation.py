@@ -295,6 +295,7 @@ class Simulation:
         self._auto, self._choose = AutoTuner(self.core) if choose else None, choose
         observers = [o for o in (self._recorder, self._requests if choose or record else None) if o is not None]
         self._pump = EventPump(self.core, {
+            **dict.fromkeys(IGNORED, lambda command: None),
             **self.engines.executors,
             do.StartSample: lambda c: self._pump.post(ev.CallMade(c.sample.id, self._sampling)),
             do.CallCompleted: lambda c: self._pump.post(ev.SampleReturned(c.call.sample.id)),
@@ -302,7 +303,7 @@ class Simulation:
             do.DrawPrompts: lambda c: self._pump.post(ev.PromptsDrawn([self._prompt] * c.count, exhausted=False)),
             do.Deliver: self._deliver,
             do.Fail: self._fail,
-        }, IGNORED, observers)  # fmt: skip
+        }, observers)  # fmt: skip
         self._trainer = SimulatedTrainer(train_s, fetch_ahead)
         self._batch_requested = False
         self._batch: Batch | None = None
