@@ -7,7 +7,6 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 BEATS_PER_DEADLINE = 4
-"""Number of heartbeats within one deadline."""
 
 
 class Heartbeats(Generic[K]):

@@ -27,7 +27,6 @@ RECONNECT_S = 0.2
 RESEND_S = 0.05
 """Seconds before a request whose answer was lost is sent again."""
 CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
-"""Errors of a lost connection."""
 
 
 class RankClient:
@@ -45,7 +44,6 @@ class RankClient:
         self.token = ""
         """Secret that all ranks share, sent with every request."""
         self._session_id = 0
-        """Number of this rank's session at the server."""
         self._requests = itertools.count()
         self._group_error: RankError | None = None
         self._lost_reason: str | None = None

@@ -115,19 +115,15 @@ class RankServer:
         self._latest_requests: dict[int, tuple[int, int]] = {}
         """Session and request number of each rank's last request."""
         self._sessions: dict[int, int] = {}
-        """Session of each connected rank."""
         self._websockets: dict[int, web.WebSocketResponse] = {}
         self._heartbeats = Heartbeats[int](ranks.rank_deadline_s)
         self._session_ids = itertools.count()
         self._closed_ranks: set[int] = set()
-        """The ranks that have closed their scheduler."""
         self._rejoin_timers: dict[int, asyncio.TimerHandle] = {}
         """Timers of lost ranks that may still come back, by rank; if a timer expires, all ranks fail."""
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._request_tasks: set[asyncio.Task[Any]] = set()
-        """Tasks that answer calls and queries."""
         self._send_tasks: set[asyncio.Task[Any]] = set()
-        """Tasks that send messages over the ranks' WebSockets."""
         self._call_task: asyncio.Task[None] | None = None
         self._scheduler: ServedScheduler | Exception | None = None
         self._scheduler_set = asyncio.Event()
@@ -251,7 +247,6 @@ class RankServer:
         await websocket.close()
 
     def _check_heartbeats(self) -> None:
-        """Remove ranks whose heartbeats are missing, and send a heartbeat to all others."""
         loop = asyncio.get_running_loop()
         for rank in list(self._heartbeats.silent_peers(loop.time())):
             self._in_background(self._disconnect(self._websockets[rank]))
@@ -413,7 +408,6 @@ class RankServer:
             self._check_waiters()
 
     async def _execute(self, call_number: int, call: CollectiveCall) -> None:
-        """Carry out a call that all ranks have joined."""
         request = self.rank0_request
         await self._scheduler_set.wait()
 

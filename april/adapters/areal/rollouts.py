@@ -46,7 +46,6 @@ class ArealPrompts:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self.epoch = 0
-        """Number of the current epoch, from 0."""
         self._batches: Iterator[Any] | None = None
         self._empty = 0
         self.carried = RowQueue(self._next)

@@ -46,7 +46,6 @@ log = logging.getLogger("april")
 
 STOP_REASONS = ("stop", "tool_calls", "length")
 PREFIX = f"april_{os.getenv('RANK', '0')}_"
-"""Prefix of the names of this rank's state files."""
 
 
 @dataclass(slots=True)
@@ -131,7 +130,6 @@ class WorkflowEngine:
         )
 
     async def _ask(self, asked: WorkflowCall, token_ids: Int32, max_tokens: int) -> ServerResult:
-        """Send one request to AReaL's servers for april and return the result."""
         inner, sampling = self._inner, asked.request.gconfig
         label, pauses = inner.get_version(), self._pauses()
         one = asked.request.copy()
@@ -187,7 +185,6 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
         super().__init__(config, inference_engine)
         self.april, self._ends, self._check = april, tuple(sorted(set(ends))), check
         self.rollouts: ArealRollouts | None = None
-        """Source of the batches; None before the first batch."""
         self._pauses = 0
         """Number of pauses so far; weights may change in each."""
         self.saved: Path | None = None

@@ -115,7 +115,6 @@ class NotifiesGenerator(BasePPOTrainer):  # type: ignore[misc]
     """
 
     april_generator: Any = None
-    """Ray handle of the generating actor; None until :meth:`AprilTrainingActor.april_set_generator` sets it."""
 
     def broadcast_to_vllm(self) -> None:
         """Broadcast the weights while no engine has a request from april."""

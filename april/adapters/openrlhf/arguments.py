@@ -36,7 +36,6 @@ REQUIRED_FUNCTIONS: dict[str, tuple[str, ...]] = {
     f"{_ENGINE}.update_weight": ("self", "name", "dtype", "shape", "empty_cache"),
     f"{_ENGINE}.update_weight_cuda_ipc": ("self", "name", "dtype", "shape", "ipc_handles", "empty_cache"),
 }  # fmt: skip
-"""Parameters of OpenRLHF's functions that april calls or overrides."""
 PREFIX = "--april."
 DECIDED = {
     "rollout_batch_size": "--rollout.batch_size",
@@ -48,7 +47,6 @@ DECIDED = {
     "on_data_end": "--train.num_episodes",
     "engine": "--vllm.num_engines and its like",
 }
-"""Settings of april.Config, each with the OpenRLHF flag that decides it."""
 
 
 def require_openrlhf() -> None:
@@ -116,7 +114,6 @@ def config_of(args: Any, own: Mapping[str, Any]) -> Config:
 
 
 def _refusals(args: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield a refusal for each unsupported flag of OpenRLHF and each unsupported april setting."""
     rollout, agent, most = args.rollout, args.train.agent_func_path, args.rollout.max_new_tokens
     level = getattr(args.algo.advantage, "is_correction_level", None)
     # fmt: off
@@ -154,7 +151,6 @@ def _refusals(args: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _refusals_together(args: Any, config: Config) -> Iterator[Refusal]:
-    """Yield a refusal for each unsupported combination of settings."""
     queued = int(getattr(args.train, "async_queue_size", None) or 1)
     separate = getattr(args.train, "async_enable", False)
     continuous = config.generation is GenerationMode.CONTINUOUS

@@ -44,7 +44,6 @@ class RewardResult:
     ranges: Sequence[Sequence[int]] | None = None
     """An agent's action ranges, [start, end) in prompt and response: only these tokens are trained. None: no agent."""
     truncated: bool = False
-    """True if an agent says that its response was cut off."""
 
     @classmethod
     def of(cls, answer: Any) -> RewardResult:

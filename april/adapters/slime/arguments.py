@@ -29,7 +29,6 @@ DECIDED = {
     "allow_mismatch": "--custom-generate-function-path",
     "extras": "--use-rollout-routing-replay",
 }
-"""Settings of april.Config, each with the slime flag that decides it."""
 WHOLE_GROUPS = (
     "group_rm", "log_passrate", "rollout_all_samples_process_path", "custom_convert_samples_to_train_data_path",
 )  # fmt: skip
@@ -125,7 +124,6 @@ def _ends(args: Any) -> dict[str, Any]:
 
 # fmt: off
 def _refusals_with_agent(args: Any, own_function: bool) -> Iterator[Refusal]:
-    """Yield a refusal for each flag that does not work together with ``april.rollout``."""
     hook = getattr(args, "custom_reward_post_process_path", None)
     rows = "it may return several rows for one response"
     yield (own_function, "april.rollout and --custom-generate-function-path", "both generate the responses",
@@ -144,7 +142,6 @@ def _refusals_with_agent(args: Any, own_function: bool) -> Iterator[Refusal]:
 
 
 def _refusals(args: Any, own_function: bool) -> Iterator[Refusal]:
-    """Yield a refusal for each flag of slime that april does not support."""
     n, over = args.rollout_batch_size, args.over_sampling_batch_size or args.rollout_batch_size
     yield (over > n and not args.partial_rollout, f"--over-sampling-batch-size {over}",
            f"it starts more groups than --rollout-batch-size {n}, and without --partial-rollout the tokens of the "
@@ -168,7 +165,6 @@ def _refusals(args: Any, own_function: bool) -> Iterator[Refusal]:
 
 
 def _refusals_together(args: Any, config: Config, own_function: bool) -> Iterator[Refusal]:
-    """Yield a refusal for each unsupported combination of settings."""
     continuous, parts = config.generation is GenerationMode.CONTINUOUS, config.delivers_parts
     for flag in ("colocate", "offload_rollout"):
         yield (continuous and getattr(args, flag, False), f"--{flag.replace('_', '-')}", (

@@ -70,7 +70,6 @@ async def servers_behind(router: str) -> tuple[tuple[str, ...], tuple[str | None
 
 
 async def _label(url: str) -> str | None:
-    """Return the label of a server's weights, or None if the server reports none."""
     body = await _answer(url, "/model_info", "/get_model_info", retry=True)
     try:
         said = None if body is None else read_json(body)

@@ -203,7 +203,6 @@ class RolloutWorker:
         return self._samples(batch)
 
     def _samples(self, batch: Batch) -> list[Any]:
-        """Return a batch as TRL's samples."""
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
         trainer, made = self._trainer, []

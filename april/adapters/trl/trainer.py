@@ -54,7 +54,6 @@ log = logging.getLogger("april")
 METRICS = (
     "off_policy_share", "staleness_mean", "engines_busy", "trainer_wait_s", "resumed_samples", "failed_samples"
 )  # fmt: skip
-"""Names of the metrics that TRL logs by default."""
 
 
 def logged_metrics(batch: Batch, wanted: Sequence[str] | Literal["all"]) -> dict[str, float]:

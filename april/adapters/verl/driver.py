@@ -115,7 +115,6 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         return KVBatchMeta(partition_id=partition_id, keys=list(rows), tags=list(rows.values()))
 
     def _mask(self, batch: Any, delivery: DeliveredRows) -> None:
-        """Apply april's loss masks to the rows in verl's queue."""
         keys, fields = [], []
         for (uid, index), mask in delivery.masked.items():
             for key in (k for k in batch.keys if k.startswith(f"{uid}_{index}_")):

@@ -228,7 +228,6 @@ class VerlRollouts:
         self._groups: dict[int, str] = {}
         """Uids by group number, of prompts whose agent loop has begun or that a checkpoint held."""
         self._worker_of: dict[str, _Worker] = {}
-        """Worker of each prompt, by uid."""
         self._numbers = itertools.count()
         self.stored: dict[Rollout, Sequence[str]] = {}
         """Keys under which a sample's trajectory is in verl's queue, by sample."""

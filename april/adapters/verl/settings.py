@@ -37,7 +37,6 @@ REQUIRED_FUNCTIONS: dict[str, tuple[str, ...]] = {
         "self", "trainer", "global_step", "checkpoint_dir", "async_save", "kwargs",
     ),
 }  # fmt: skip
-"""Parameters of verl's functions that april calls, overrides or relies on."""
 DECIDED = {
     "rollout_batch_size": "data.train_batch_size",
     "n_samples_per_prompt": "actor_rollout_ref.rollout.n",
@@ -52,7 +51,6 @@ DECIDED = {
     "max_chains": "rows, one per sample,",
 }
 ESTIMATOR = "april_grpo"
-"""Value of algorithm.adv_estimator that selects april's advantage estimator."""
 WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
 """Estimators of verl that compute a row's advantage from that row alone."""
 UNBANNED = ("sglang",)
