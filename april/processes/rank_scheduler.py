@@ -598,9 +598,7 @@ class RankScheduler(BatchIterator):
     # ---------------------------------------------------------------- closing
 
     def __repr__(self) -> str:
-        call = self._pending
-        waits = f", in {call.call_text}" if call is not None and call.has_caller else ""
-        rank = f"rank {self.ranks.rank} of {self.ranks.world_size}{waits}"
+        rank = f"rank {self.ranks.rank} of {self.ranks.world_size}"
         return f"<RankScheduler {rank}{'' if self._scheduler is None else f' {self._scheduler!r}'}>"
 
     def close(self) -> None:

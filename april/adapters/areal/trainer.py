@@ -86,10 +86,6 @@ class WorkflowEngine:
             return await inner.agenerate(req)
         prompt, sampling = list(req.input_ids), req.gconfig
         room = min(sampling.max_tokens - len(prompt), sampling.max_new_tokens)
-        if sampling.n_samples != 1:
-            raise RolloutError(
-                f"a request for {sampling.n_samples} samples: a workflow must ask once per sample, with n_samples=1"
-            )
         if room <= 0:
             raise RolloutError(
                 f"a prompt of {len(prompt)} tokens leaves no room for a response: max_tokens={sampling.max_tokens}, "
@@ -201,7 +197,7 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
             raise ConfigError("dynamic_bs: april's batches always have the configured size; set it to false")
         if self.rollouts is None:
             self.rollouts = self._open(dataloader, workflow, should_accept_fn)
-        batch, metrics = self.rollouts.next_batch(self.inference_engine.get_version(), dataloader.batch_size)
+        batch, metrics = self.rollouts.next_batch(self.inference_engine.get_version())
         stats_tracker.get("rollout").scalar(**{f"april/{name}": value for name, value in metrics.items()})
         if self.config.dump_to_file:
             for trajectory in batch:

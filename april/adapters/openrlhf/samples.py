@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.adapters.common.data_loader import RowQueue
-from april.adapters.common.refusals import refuse_several_rows
 from april.adapters.common.samples import NOT_TRAINED, attached_pictures, generated_segments
 from april.config.images import ImagesConfig
 from april.core.batch import Batch, DeliveredSample
@@ -104,11 +103,8 @@ def responses_of(
     """Yield, for each sample, the dict that OpenRLHF's executor would return, group by group.
 
     ``inputs_of`` makes further training inputs of a row, such as the processor's outputs for images. Raises
-    RolloutError if a sample has several conversations, or if ``extra_logs`` of two responses have different names.
+    RolloutError if ``extra_logs`` of two responses have different names.
     """
-    refuse_several_rows(
-        batch, "OpenRLHF", "rewards.reshape(-1, n_samples_per_prompt) in compute_advantages_and_returns"
-    )
     shared = {f"april/{name}": batch.metrics[name] for name in OF_BATCH}
     logged: tuple[str, ...] | None = None
     for sample in batch.samples:

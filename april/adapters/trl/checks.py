@@ -82,11 +82,9 @@ def config_for(
 
 
 def given_settings(
-    config: Config | Mapping[str, Any] | str | Path | None, settings: Mapping[str, Any], metrics: Any
+    config: Config | Mapping[str, Any] | str | Path | None, settings: Mapping[str, Any]
 ) -> Config | dict[str, Any]:
     """Return the settings that a user has given to ``rollout(...)``. Raises ConfigError if they cannot be read."""
-    if metrics != "all" and (isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics)):
-        raise ConfigError(f'rollout: metrics must be a list of names, or "all", got {metrics!r}')
     if isinstance(config, Config):
         if settings:
             raise ConfigError(

@@ -21,7 +21,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-from april.adapters.common.refusals import refuse, require_count
+from april.adapters.common.refusals import refuse
 from april.adapters.verl.advantages import name_of, store_advantages
 from april.adapters.verl.client import AprilServerClient, ask_servers, worker_class
 from april.adapters.verl.rollouts import STATE_FILE, DeliveredRows, VerlRollouts, servers_of
@@ -85,7 +85,6 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
             ray.get(answers)
             return self._batch_of(partition_id, lambda key: key.split("_")[0] in uids, uids), {}
         before = time.monotonic()
-        require_count(batch_size, self.settings.config.rollout_batch_size)
         self.rollouts.deliveries.report_weights(self.scheduler, global_steps - 1)
         delivery = self.rollouts.delivered(self.scheduler.next_batch(), self.scheduler)
         names = {name_of(*rollout) for rollout in delivery.rollouts}
