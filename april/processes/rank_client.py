@@ -50,7 +50,7 @@ class RankClient:
         """Reason why the server cannot be reached any more; None while it can."""
         self._http: aiohttp.ClientSession | None = None
         self._websocket: aiohttp.ClientWebSocketResponse | None = None
-        self._heartbeats = Heartbeats[int](ranks.rank_deadline_s)
+        self._heartbeats = Heartbeats(ranks.rank_deadline_s)
         self._reader: asyncio.Task[None] | None = None
         self._sender: asyncio.Task[None] | None = None
         self._pending_requests: set[asyncio.Task[Any]] = set()

@@ -102,7 +102,7 @@ class RankServer:
         """Session and request number of each rank's last request."""
         self._sessions: dict[int, int] = {}
         self._websockets: dict[int, web.WebSocketResponse] = {}
-        self._heartbeats = Heartbeats[int](ranks.rank_deadline_s)
+        self._heartbeats = Heartbeats(ranks.rank_deadline_s)
         self._session_ids = itertools.count()
         self._closed_ranks: set[int] = set()
         self._rejoin_timers: dict[int, asyncio.TimerHandle] = {}

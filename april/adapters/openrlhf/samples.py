@@ -87,12 +87,7 @@ def judged_text(tokenizer: Any, prompt: Prompt, response: Response) -> str:
 
 def row_of(item: Any) -> tuple[str, Any, list[Any]]:
     """Return prompt, label and images of an item from OpenRLHF's loader, which is a batch of one row."""
-    try:
-        _, (prompt,), (label,), (images,) = item
-    except (TypeError, ValueError):
-        raise RolloutError(
-            f"the prompt loader returned {item!r}; expected sources, prompts, labels and images, one of each"
-        ) from None
+    _, (prompt,), (label,), (images,) = item
     several = images if isinstance(images, (list, tuple)) else [images]
     return str(prompt), label, [image for image in several if image is not None]
 

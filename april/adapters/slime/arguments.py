@@ -12,7 +12,6 @@ from april.config.settings import Config
 from april.config.values import shown_value
 from april.core.types import GenerationMode, OnFailedSample
 from april.engines.protocol import ROUTED_EXPERTS
-from april.errors import ConfigError
 
 log = logging.getLogger("april")
 
@@ -105,12 +104,9 @@ def _own_settings(args: Any) -> dict[str, Any]:
     return own_settings(given, "slime", DECIDED, where="april: in --custom-config-path")
 
 
-def agent_path(args: Any) -> str | None:
-    """Return the setting ``april.rollout``, the path of a rollout function, or None. ConfigError if it is no text."""
-    path = _own_settings(args).get("rollout")
-    if path is not None and not isinstance(path, str):
-        raise ConfigError(f"april.rollout must be the path of a function, such as package.module.rollout, got {path!r}")
-    return path
+def agent_path(args: Any) -> Any:
+    """Return the setting ``april.rollout``, the path of a rollout function, or None."""
+    return _own_settings(args).get("rollout")
 
 
 def _ends(args: Any) -> dict[str, Any]:

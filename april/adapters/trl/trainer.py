@@ -36,8 +36,8 @@ from april.adapters.trl.ranks import (
     rows_of_all_ranks,
     scheduler_of,
     sends_weights,
+    sharding_of,
     takes_adapters,
-    tensors_of,
     write_weights,
 )  # fmt: skip
 from april.adapters.trl.tools import Note, ToolLoop, check_notes
@@ -324,7 +324,7 @@ class Rollout:
         if self._sends is None:
             self._sends = sends_weights(trainer, scheduler, self.config, has_weights_dir=directory is not None)
         if self._sends or directory is None:
-            return {"weights": tensors_of(trainer)}
+            return {"weights": trainer.model_wrapped if sharding_of(trainer) else trainer.model}
         if self._as_adapter is None:
             self._as_adapter = takes_adapters(trainer, scheduler)
         path = directory / f"step_{trainer.state.global_step}"
