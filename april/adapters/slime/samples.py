@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -29,8 +28,6 @@ from april.driver.llm import LLM
 from april.driver.user_code import is_async
 from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import ConfigError, RolloutError
-
-log = logging.getLogger("april")
 
 HOOK = "april.adapters.slime.post_process_rewards"
 SCALED, CENTRED = ("grpo", "gspo", "cispo"), ("reinforce_plus_plus_baseline",)
