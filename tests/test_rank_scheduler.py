@@ -268,21 +268,6 @@ def test_the_small_calls() -> None:
     assert words.startswith("<RankScheduler rank 0 of 2 <RolloutScheduler ")
 
 
-def test_a_rank_says_in_which_call_it_is() -> None:
-    """Whoever looks from another thread sees what it waits in; rank 0 also what its scheduler waits for."""
-
-    def program(rollouts: RankScheduler, rank: int) -> Any:
-        rollouts.next_batch()
-        words: list[str] = []
-        rollouts.weight_update(transfer=lambda: words.append(repr(rollouts)))
-        return words
-
-    (first,), (second,) = run_ranks(program)
-    assert second.startswith("<RankScheduler rank 1 of 2, in weight_update(transfer=")
-    assert first.startswith("<RankScheduler rank 0 of 2, in weight_update(transfer=")
-    assert "has waited 0 s for a weight update: its transfer function to return" in first
-
-
 def test_every_rank_sees_the_groups_that_are_held() -> None:
     """The third of N' = 3 groups, whichever it is, waits for the next batch."""
 

@@ -325,7 +325,7 @@ def test_the_end_does_not_wait_for_a_call_that_is_carried_out() -> None:
 
 def test_silence_is_death_after_the_deadline() -> None:
     """One is silent, another beats; if this process itself stood still, all begin anew."""
-    beats = Heartbeats[int](6.0)
+    beats = Heartbeats(6.0)
     beats.note_beat(1, 0.0)
     beats.note_beat(2, 0.0)
     for now in range(1, 9):

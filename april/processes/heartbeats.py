@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Generic, TypeVar
-
-K = TypeVar("K", bound=Hashable)
 BEATS_PER_DEADLINE = 4
-"""Number of heartbeats within one deadline."""
 
 
-class Heartbeats(Generic[K]):
+class Heartbeats:
     """Detects which peers, each sending a heartbeat every ``interval_s``, have been silent for ``deadline_s``.
 
     Methods take the current time. A pause of this process itself does not make its peers count as silent.
@@ -19,18 +14,18 @@ class Heartbeats(Generic[K]):
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
         self.interval_s = deadline_s / BEATS_PER_DEADLINE
-        self._last_beat_s: dict[K, float] = {}
+        self._last_beat_s: dict[int, float] = {}
         self._last_check_s: float | None = None
 
-    def note_beat(self, peer: K, now: float) -> None:
+    def note_beat(self, peer: int, now: float) -> None:
         """Note that a heartbeat of this peer has arrived."""
         self._last_beat_s[peer] = now
 
-    def forget(self, peer: K) -> None:
+    def forget(self, peer: int) -> None:
         """Stop expecting heartbeats from a peer."""
         self._last_beat_s.pop(peer, None)
 
-    def silent_peers(self, now: float) -> list[K]:
+    def silent_peers(self, now: float) -> list[int]:
         """Return the peers that were silent for too long; after a pause of this process, all deadlines start again."""
         was_stopped = self._last_check_s is not None and now - self._last_check_s > self.deadline_s / 2
         self._last_check_s = now

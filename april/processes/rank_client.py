@@ -27,7 +27,6 @@ RECONNECT_S = 0.2
 RESEND_S = 0.05
 """Seconds before a request whose answer was lost is sent again."""
 CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
-"""Errors of a lost connection."""
 
 
 class RankClient:
@@ -45,14 +44,13 @@ class RankClient:
         self.token = ""
         """Secret that all ranks share, sent with every request."""
         self._session_id = 0
-        """Number of this rank's session at the server."""
         self._requests = itertools.count()
         self._group_error: RankError | None = None
         self._lost_reason: str | None = None
         """Reason why the server cannot be reached any more; None while it can."""
         self._http: aiohttp.ClientSession | None = None
         self._websocket: aiohttp.ClientWebSocketResponse | None = None
-        self._heartbeats = Heartbeats[int](ranks.rank_deadline_s)
+        self._heartbeats = Heartbeats(ranks.rank_deadline_s)
         self._reader: asyncio.Task[None] | None = None
         self._sender: asyncio.Task[None] | None = None
         self._pending_requests: set[asyncio.Task[Any]] = set()

@@ -101,15 +101,12 @@ class PendingCall:
         self.number = number
         self.call_text = call_text
         self.steps_done = 0
-        """Number of steps that this rank has carried out."""
         self.step_error: Exception | None = None
-        """Error of a step on this rank."""
         self.outcome = Reply[Any]()
         """Result of the call, once it has ended here and on the other ranks."""
         self.has_caller = True
         """True while a caller waits for the call, in any thread."""
         self.step_result = b""
-        """Result of the last step, for the scheduler."""
         self.finished = False
         """True once the call is over, also if an interrupt in one of its steps has ended it for all ranks."""
         self.weights: RankWeights | None = None
@@ -162,7 +159,6 @@ class _MethodCall:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments by name; the scheduler uses those of rank 0."""
     weights: RankWeights | None = None
-    """Weights that the call sends from this rank."""
 
 
 P = ParamSpec("P")
@@ -488,7 +484,6 @@ class RankScheduler(BatchIterator):
     # ---------------------------------------------------------------- carrying out a call
 
     def _run(self, method_call: _MethodCall) -> Any:
-        """Make a call with all ranks and return its result."""
         call = self._pending_call(method_call.call_text)
         try:
             call.run(partial(self._run_steps, method_call))
@@ -577,7 +572,6 @@ class RankScheduler(BatchIterator):
         return self._unpack_result(method_call.method, answer.content)
 
     def _run_step(self, method_call: _MethodCall, call: PendingCall, message: Step) -> bytes:
-        """Carry out the step that all ranks do now; return its result for the scheduler."""
         if message.name == JOIN:
             return b"" if self._server is not None else self._offer_engines(unpack(message.content, bool))
         if message.name == GATHER:
@@ -590,7 +584,6 @@ class RankScheduler(BatchIterator):
         return b""
 
     def _unpack_result(self, method: str, content: bytes) -> Any:
-        """Unpack the result of a call to a scheduler in another process."""
         kind: Any = packing.CALL_RESULTS.get(method)
         result = unpack(content, kind)
         if isinstance(result, EvaluationResult):
@@ -605,9 +598,7 @@ class RankScheduler(BatchIterator):
     # ---------------------------------------------------------------- closing
 
     def __repr__(self) -> str:
-        call = self._pending
-        waits = f", in {call.call_text}" if call is not None and call.has_caller else ""
-        rank = f"rank {self.ranks.rank} of {self.ranks.world_size}{waits}"
+        rank = f"rank {self.ranks.rank} of {self.ranks.world_size}"
         return f"<RankScheduler {rank}{'' if self._scheduler is None else f' {self._scheduler!r}'}>"
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import WSMsgType, web
 
@@ -32,6 +32,9 @@ from april.processes.heartbeats import Heartbeats
 from april.processes.ranks import Ranks
 from april.serialization.own_values import pack, unpack
 
+if TYPE_CHECKING:
+    from april.processes.rank_scheduler import SharedScheduler
+
 log = logging.getLogger("april")
 
 DRAIN_S = 1.0
@@ -43,23 +46,6 @@ RunOnAllRanks = Callable[..., Mapping[int, bytes]]
 
 Raises RankError if a rank fails to carry it out.
 """
-
-
-class ServedScheduler(Protocol):
-    """The scheduler behind the server; its methods are called in threads."""
-
-    def execute(self, request: Any, on_all: RunOnAllRanks, shares: Sequence[int]) -> tuple[Any, Sequence[bytes]]:
-        """Make a call; ``request`` is the call as rank 0 sent it, ``shares`` has the number of each rank's batch share.
-
-        Returns the result, and the bytes that are sent to each rank.
-        """
-
-    def query(self, method: str, arguments: list[Any]) -> bytes:
-        """Answer a query of one rank."""
-
-    @property
-    def uncommitted_batches(self) -> list[int]:
-        """Numbers of the batches that are delivered and not committed."""
 
 
 class CollectiveCall:
@@ -115,21 +101,17 @@ class RankServer:
         self._latest_requests: dict[int, tuple[int, int]] = {}
         """Session and request number of each rank's last request."""
         self._sessions: dict[int, int] = {}
-        """Session of each connected rank."""
         self._websockets: dict[int, web.WebSocketResponse] = {}
-        self._heartbeats = Heartbeats[int](ranks.rank_deadline_s)
+        self._heartbeats = Heartbeats(ranks.rank_deadline_s)
         self._session_ids = itertools.count()
         self._closed_ranks: set[int] = set()
-        """The ranks that have closed their scheduler."""
         self._rejoin_timers: dict[int, asyncio.TimerHandle] = {}
         """Timers of lost ranks that may still come back, by rank; if a timer expires, all ranks fail."""
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._request_tasks: set[asyncio.Task[Any]] = set()
-        """Tasks that answer calls and queries."""
         self._send_tasks: set[asyncio.Task[Any]] = set()
-        """Tasks that send messages over the ranks' WebSockets."""
         self._call_task: asyncio.Task[None] | None = None
-        self._scheduler: ServedScheduler | Exception | None = None
+        self._scheduler: SharedScheduler | Exception | None = None
         self._scheduler_set = asyncio.Event()
         """Set once the scheduler was created, or its creation has failed."""
         self._closing = False
@@ -160,7 +142,7 @@ class RankServer:
 
         return self.thread.run(listen)
 
-    def set_scheduler(self, scheduler: ServedScheduler | Exception) -> None:
+    def set_scheduler(self, scheduler: SharedScheduler | Exception) -> None:
         """Set the scheduler, or the error with which its creation failed. Calls are carried out from now on."""
         self._scheduler = scheduler
         self.thread.call(self._scheduler_set.set)
@@ -251,7 +233,6 @@ class RankServer:
         await websocket.close()
 
     def _check_heartbeats(self) -> None:
-        """Remove ranks whose heartbeats are missing, and send a heartbeat to all others."""
         loop = asyncio.get_running_loop()
         for rank in list(self._heartbeats.silent_peers(loop.time())):
             self._in_background(self._disconnect(self._websockets[rank]))
@@ -413,7 +394,6 @@ class RankServer:
             self._check_waiters()
 
     async def _execute(self, call_number: int, call: CollectiveCall) -> None:
-        """Carry out a call that all ranks have joined."""
         request = self.rank0_request
         await self._scheduler_set.wait()
 
@@ -438,7 +418,7 @@ class RankServer:
         self._calls = {n: c for n, c in self._calls.items() if n >= needed}
         self._check_waiters()
 
-    def _require_scheduler(self) -> ServedScheduler:
+    def _require_scheduler(self) -> SharedScheduler:
         if isinstance(self._scheduler, Exception):
             raise self._scheduler
         if self._scheduler is None:

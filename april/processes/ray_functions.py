@@ -198,7 +198,6 @@ def _detokenizer_in(arguments: Sequence[Any]) -> Detokenizer | None:
 
 
 class _PlainActor:
-    """An actor that calls a plain function."""
 
     def __init__(self, function: Callable[..., Any], detokenizer: Detokenizer | None) -> None:
         self._function, self._detokenizer = function, detokenizer

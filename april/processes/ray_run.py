@@ -27,7 +27,6 @@ from april.processes.ray_functions import require_ray
 EngineFactory = Callable[[], Sequence[Engine]]
 
 ACTOR_NAME = "core"
-"""Name of the actor in the run's namespace."""
 
 
 class SchedulerActor:
@@ -47,7 +46,6 @@ class SchedulerActor:
         self._scheduler: SharedScheduler | None = None
         self.server: RankServer | None = None
         self._attachable = asyncio.Event()
-        """Set once ranks can attach."""
 
     async def start(
         self, *, config: Config, ranks: Ranks, split_by: SplitBy, engines: EngineFactory | None,

@@ -22,7 +22,7 @@ from april.adapters.verl.agent_calls import (
     WorkerCalls,
     fields_of,
 )
-from april.adapters.verl.rollouts import DeliveredRows, VerlRollouts, servers_of
+from april.adapters.verl.rollouts import DeliveredRows, VerlRollouts
 from april.adapters.verl.settings import RunSettings, settings_of
 from april.core.attachments import Placed
 from april.core.rollout_core import RolloutCore
@@ -209,9 +209,8 @@ class Trainer:
         rollout = config(**changes)["actor_rollout_ref"]["rollout"]
         self.server = self._in_loop(lambda: Server(length_of))
         self.server.experts = bool(rollout["enable_rollout_routing_replay"])
-        self.servers = servers_of(self.settings, self._send, self._abort, (EOS,))
         self.worker = self._in_loop(lambda: Worker(self))
-        self.run = VerlRollouts(self.settings, self.servers, self.fetch, [self.worker])
+        self.run = VerlRollouts(self.settings, self._send, self._abort, (EOS,), self.fetch, [self.worker])
         self.april = self._in_loop(lambda: rollouts(self.settings.config, **self.run.parts))
         self.way_s = 0.0
         """Between a request's start and its server's hearing of it."""

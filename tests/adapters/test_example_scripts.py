@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import yaml
 
 from adapters import openrlhf_stand_in, slime_stand_in, stand_in_areal
@@ -50,33 +49,6 @@ def settings_in(trainer: str) -> dict[str, Any]:
     """The example's april.yaml."""
     settings: dict[str, Any] = yaml.safe_load((EXAMPLES / trainer / "april.yaml").read_text("utf-8"))
     return settings
-
-
-NO_MODEL = {"MODEL": "qwen"}, "MODEL=qwen must be qwen3-4b or r1-distill-1.5b"
-
-
-@pytest.mark.parametrize(("trainer", "choice", "sentence"), [
-    *((trainer, *NO_MODEL) for trainer in ("slime", "openrlhf", "trl", "verl")),
-    ("trl", {"NUM_GPUS": "1"}, "NUM_GPUS=1: one trains, so at least 2 are needed to serve as well; or set SERVER=none"),
-    ("verl", {"ALGORITHM": "ppo"}, "ALGORITHM=ppo must be grpo, dapo or gspo"),
-    ("verl", {"DATA": "gsm8k"}, "DATA=gsm8k must be dapo-math-17k, deepscaler or deepmath-103k"),
-    ("verl", {"ENGINE": "x"}, "ENGINE=x must be fsdp or megatron"),
-    ("verl", {"SERVER": "x"}, "SERVER=x must be sglang or vllm"),
-    ("verl", {"PLATFORM": "x"}, "PLATFORM=x must be nvidia or amd"),
-    ("verl", {"ROLLOUT": "x"}, "ROLLOUT=x must be april, own or plain"),
-])  # fmt: skip
-def test_wrong_choices_are_named(trainer: str, choice: dict[str, str], sentence: str) -> None:
-    """One sentence, and nothing runs."""
-    with pytest.raises(subprocess.CalledProcessError) as error:
-        printed(trainer, **choice)
-    assert error.value.stderr == f"train.sh: {sentence}\n"
-
-
-def test_a_wrong_choice_of_areals_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before AReaL is imported."""
-    monkeypatch.setenv("ROLLOUT", "plain")
-    with pytest.raises(SystemExit, match="ROLLOUT=plain must be one of april, own"):
-        loaded(EXAMPLES / "areal" / "train.py").main([])
 
 
 # ---------------------------------------------------------------- workloads

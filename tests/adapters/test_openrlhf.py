@@ -560,14 +560,6 @@ def test_the_end_waits_for_a_transfer() -> None:
 # ---------------------------------------------------------------- the switch
 
 
-def test_another_number_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """N is that of the flags."""
-    trainer = Training("sync", STEPWISE, monkeypatch).trainer
-    trainer.samples_generator._dataloader_iter = rows = iter(())
-    with pytest.raises(RolloutError, match="the trainer asked for 5 prompts"):
-        trainer.samples_generator._generate_vllm(rows, 5, False)
-
-
 @pytest.mark.asyncio
 async def test_the_engine_actor(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts whole transfers, refuses those that come while requests run, and asks for rewards as OpenRLHF does."""

@@ -435,7 +435,7 @@ def test_what_an_agent_cannot_go_with() -> None:
         ({"rollout_sample_hook_path": [f"{USER}.mark"]}, "--rollout-sample-hook-path would see only the first; leave"),
         ({"log_passrate": True}, "may return several rows for one response, but --log-passrate takes n per group"),
         ({"custom_generate_function_path": f"{USER}.generate"}, "both generate the responses; leave out one of them"),
-        ({"april": {"rollout": 7}}, "april.rollout must be the path of a function"),
+        ({"april": {"rollout": 7}}, "slime cannot load 7"),
         ({"april": {"rollout": f"{USER}.generate"}}, "april.rollout"),
     ):
         with Run(**AGENT | flags) as run, pytest.raises(ConfigError, match=said):

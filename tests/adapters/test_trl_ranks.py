@@ -146,8 +146,8 @@ def test_masks_are_given_on_all_ranks_or_on_none() -> None:
         rollouts, rank = made.rollout_func, made.accelerator.process_index
         next_rows = rollouts.next_rows
 
-        def kept(trainer: Any, asked: int) -> Any:
-            rows = next_rows(trainer, asked)
+        def kept(trainer: Any) -> Any:
+            rows = next_rows(trainer)
             shares[rank] = rollouts._batch
             return rows
 

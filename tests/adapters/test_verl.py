@@ -68,7 +68,7 @@ def test_late_requests_neither_hang_the_step_nor_are_lost(trainer: Make) -> None
         run.update()
         run.validate(15.0)  # the server goes on with what waited at its gate
     tokens = run.ledgers()["tokens"]
-    late = sum(len(tokens) for _, _, _, tokens, *_ in run.servers.late_responses())
+    late = sum(len(tokens) for _, _, _, tokens, *_ in run.run._servers.late_responses())
     assert tokens["observed"] == tokens["delivered"] + tokens["held"] == run.server.generated - late
     assert run.core.counters["fenced_attempts"] > 0
     assert max(Counter(run.trained).values()) == 1
@@ -277,7 +277,7 @@ def test_tokens_that_came_late_are_in_the_checkpoint(trainer: Make, tmp_path: Pa
     run.delay_s = 3.0  # longer than the step waits
     run.step()
     run.validate(10.0)
-    assert run.servers.late_responses()
+    assert run.run._servers.late_responses()
     generated, mine = run.server.generated, run.save(tmp_path)
     again = trainer(lambda row, sample: 30 if row == 0 else 4)
     again.load(tmp_path, mine)

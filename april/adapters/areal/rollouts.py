@@ -14,7 +14,6 @@ from typing import Any
 
 from april.adapters.common.data_loader import RowQueue
 from april.adapters.common.deliveries import Deliveries, checkpoint_errors, saved_groups
-from april.adapters.common.refusals import require_count
 from april.adapters.common.samples import is_masked
 from april.adapters.common.trainer_servers import TrainerServers
 from april.config.settings import Config
@@ -46,7 +45,6 @@ class ArealPrompts:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self.epoch = 0
-        """Number of the current epoch, from 0."""
         self._batches: Iterator[Any] | None = None
         self._empty = 0
         self.carried = RowQueue(self._next)
@@ -103,12 +101,11 @@ class ArealRollouts:
 
     # ---------------------------------------------------------------- for the trainer
 
-    def next_batch(self, label: int, count: int) -> tuple[list[Trajectory], dict[str, float]]:
+    def next_batch(self, label: int) -> tuple[list[Trajectory], dict[str, float]]:
         """Return the next batch, one joined trajectory per group, and its metrics.
 
         ``label`` is the trainer's version number of the weights that the servers hold.
         """
-        require_count(count, self.config.rollout_batch_size)
         now, last = self.scheduler.version.n, self.deliveries.last
         if self._continuous and last is not None and label != now:
             raise RolloutError(

@@ -34,7 +34,6 @@ REQUIRED_FUNCTIONS: dict[str, tuple[str, ...]] = {
     "areal.utils.data:concat_padded_tensors": ("tensor_dicts", "pad_value"),
     "areal.utils.recover:RecoverHandler.recover_info_path": ("experiment_name", "trial_name", "fileroot"),
 }  # fmt: skip
-"""Parameters of AReaL's functions that april calls, overrides or relies on."""
 DECIDED = {
     "rollout_batch_size": "train_dataset.batch_size",
     "n_samples_per_prompt": "gconfig.n_samples",
@@ -51,7 +50,6 @@ MAX_CONTEXT = 1 << 30
 """Conversation length in tokens that is never reached, because AReaL's workflows and servers limit it themselves."""
 NEUTRAL_TOP_K = 1_000_000
 NAME_PATTERN = "april[{!r}]"
-"""Format of the name of an april setting in error messages."""
 
 
 def require_areal() -> None:

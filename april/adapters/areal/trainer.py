@@ -46,7 +46,6 @@ log = logging.getLogger("april")
 
 STOP_REASONS = ("stop", "tool_calls", "length")
 PREFIX = f"april_{os.getenv('RANK', '0')}_"
-"""Prefix of the names of this rank's state files."""
 
 
 @dataclass(slots=True)
@@ -87,10 +86,6 @@ class WorkflowEngine:
             return await inner.agenerate(req)
         prompt, sampling = list(req.input_ids), req.gconfig
         room = min(sampling.max_tokens - len(prompt), sampling.max_new_tokens)
-        if sampling.n_samples != 1:
-            raise RolloutError(
-                f"a request for {sampling.n_samples} samples: a workflow must ask once per sample, with n_samples=1"
-            )
         if room <= 0:
             raise RolloutError(
                 f"a prompt of {len(prompt)} tokens leaves no room for a response: max_tokens={sampling.max_tokens}, "
@@ -131,7 +126,6 @@ class WorkflowEngine:
         )
 
     async def _ask(self, asked: WorkflowCall, token_ids: Int32, max_tokens: int) -> ServerResult:
-        """Send one request to AReaL's servers for april and return the result."""
         inner, sampling = self._inner, asked.request.gconfig
         label, pauses = inner.get_version(), self._pauses()
         one = asked.request.copy()
@@ -187,7 +181,6 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
         super().__init__(config, inference_engine)
         self.april, self._ends, self._check = april, tuple(sorted(set(ends))), check
         self.rollouts: ArealRollouts | None = None
-        """Source of the batches; None before the first batch."""
         self._pauses = 0
         """Number of pauses so far; weights may change in each."""
         self.saved: Path | None = None
@@ -204,7 +197,7 @@ class AprilExecutor(WorkflowExecutor):  # type: ignore[misc]
             raise ConfigError("dynamic_bs: april's batches always have the configured size; set it to false")
         if self.rollouts is None:
             self.rollouts = self._open(dataloader, workflow, should_accept_fn)
-        batch, metrics = self.rollouts.next_batch(self.inference_engine.get_version(), dataloader.batch_size)
+        batch, metrics = self.rollouts.next_batch(self.inference_engine.get_version())
         stats_tracker.get("rollout").scalar(**{f"april/{name}": value for name, value in metrics.items()})
         if self.config.dump_to_file:
             for trajectory in batch:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -50,34 +51,19 @@ def runs_of(token_ids: NDArray[Any], placeholder_id: int) -> list[tuple[int, int
 
 
 def digest_of(item: Any) -> str | None:
-    """Return the hex SHA-256 of an image, array, text, bytes, or a list or mapping of them; None for other objects."""
-    found = hashlib.sha256()
-    return found.hexdigest() if _add_to_hash(found, item) else None
+    """Return the hex SHA-256 of an image, array, text, bytes, or a list or dict of them; None for other objects."""
+    try:
+        return hashlib.sha256(msgspec.msgpack.encode(item, enc_hook=_encodable)).hexdigest()
+    except TypeError:
+        return None
 
 
-def _add_to_hash(found: Any, item: Any) -> bool:
-    """Add an item to a hash; return False if it cannot be added. Types and lengths keep different items apart."""
-    if hasattr(item, "tobytes") and hasattr(item, "getbands"):  # a PIL.Image, without importing it
-        found.update(f"{item.mode} {item.size} {item.getpalette()}".encode())
-        found.update(item.tobytes())
-        return True
-    if isinstance(item, (bytes, bytearray, memoryview)):
-        found.update(f"bytes {memoryview(item).nbytes}:".encode())
-        found.update(item)
-        return True
-    if isinstance(item, Mapping):
-        found.update(f"mapping {len(item)}:".encode())
-        return all(_add_to_hash(found, part) for pair in item.items() for part in pair)
-    if isinstance(item, (list, tuple)):
-        found.update(f"list {len(item)}:".encode())
-        return all(_add_to_hash(found, part) for part in item)
-    if item is None or isinstance(item, (str, int, float)):
-        found.update(f"{item!r},".encode())
-        return True
+def _encodable(item: Any) -> Any:
+    """Convert an image, a tensor, an array or a number of numpy for msgpack. Raises TypeError for other objects."""
+    if hasattr(item, "getpalette"):  # a PIL.Image, without importing it
+        return [item.mode, item.size, item.getpalette(), item.tobytes()]
     if hasattr(item, "detach"):  # a tensor, without importing torch
         item = item.detach().cpu().numpy()
-    if isinstance(item, np.ndarray) and item.dtype.kind in "iufb":
-        found.update(f"{item.dtype} {item.shape}".encode())
-        found.update(np.ascontiguousarray(item).tobytes())
-        return True
-    return False
+    if isinstance(item, (np.ndarray, np.generic)) and item.dtype.kind in "iufb":
+        return [item.dtype.str, item.shape, item.tobytes()]
+    raise TypeError(f"a {type(item).__name__} cannot be hashed")

@@ -1,13 +1,11 @@
-"""Raises errors for settings and batches that a trainer cannot use; each message names the reason and the remedy."""
+"""Raises errors for settings that a trainer cannot use; each message names the reason and the remedy."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from april.core.batch import Batch
-from april.errors import ConfigError, RolloutError
+from april.errors import ConfigError
 
 Refusal = tuple[Any, str, str, str]
 """Check of a setting: (true if it is refused, name of the setting, reason, remedy)."""
@@ -77,24 +75,3 @@ def divided_groups(own: Mapping[str, Any], trainer: str, samples: str, pattern: 
            f"{trainer} takes rewards over whole groups {by_place}, so groups are delivered whole", "leave it out")
     yield (own.get("on_failed_sample") == "shrink", f"{pattern.format('on_failed_sample')}=shrink",
            f"{trainer} takes rewards over groups {by_place}, so none may have fewer", "use replace")
-
-
-def require_count(count: int, wanted: int, unit: str = "prompts") -> None:
-    """Raise RolloutError if the trainer asks for another batch size than its configuration says."""
-    if count != wanted:
-        raise RolloutError(f"the trainer asked for {count} {unit}, but its configuration says {wanted}")
-
-
-def refuse_several_rows(batch: Batch, trainer: str, call: str = "") -> None:
-    """Raise RolloutError if a sample of the batch has several rows, which ``trainer`` cannot train.
-
-    ``call`` names the part of the trainer's code that needs one row per sample.
-    """
-    if batch.one_row_each:
-        return
-    (sample, rows), *_ = Counter(s.id for s in batch.samples).most_common(1)
-    raise RolloutError(
-        f"{trainer} trains one row per sample{call and f' ({call})'}, but sample {sample} of batch {batch.id} has "
-        f"{rows} conversations; let its rollout function continue one conversation, or train with a loop of your own, "
-        "by batch.sample_numbers"
-    )

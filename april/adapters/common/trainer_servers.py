@@ -58,7 +58,6 @@ class _SentRequest:
     task: asyncio.Task[None] | None = None
     result: ServerResult | None = None
     version: PolicyVersion = FIRST_VERSION
-    """Policy version of the result's tokens."""
     error: str = ""
     has_reader: bool = True
 

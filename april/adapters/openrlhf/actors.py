@@ -16,7 +16,6 @@ from openrlhf.trainer.ray.vllm_engine import RolloutRayActor as EngineRayActor
 
 from april.adapters.common.data_loader import CheckpointedLoader
 from april.adapters.common.installed_trainer import undecorated_class
-from april.adapters.common.refusals import require_count
 from april.adapters.openrlhf.arguments import config_of
 from april.adapters.openrlhf.rollouts import OpenRLHFRollouts, TransferThread
 from april.engines.vllm.actor import ACTOR_CALLS, EngineActor
@@ -32,7 +31,6 @@ RolloutRayActor: Any = undecorated_class(EngineRayActor)
 class GeneratesByApril:
     """Mixin for a SamplesGenerator that gets training batches from april and evaluations from OpenRLHF."""
 
-    args: Any
     _process_response_into_experience: Any
     april: OpenRLHFRollouts | None = None
     """Source of training batches; None if OpenRLHF generates everything."""
@@ -44,7 +42,6 @@ class GeneratesByApril:
         if self.april is None or not training:
             base: Any = super()
             return base._generate_vllm(dataloader_iter, num_prompts, dynamic_filtering, **generate_kwargs)
-        require_count(num_prompts, self.args.rollout.batch_size)
         responses, drawn, ended = self.april.next(dataloader_iter)
         return [self._process_response_into_experience(r, **generate_kwargs) for r in responses], drawn, ended
 
@@ -115,7 +112,6 @@ class NotifiesGenerator(BasePPOTrainer):  # type: ignore[misc]
     """
 
     april_generator: Any = None
-    """Ray handle of the generating actor; None until :meth:`AprilTrainingActor.april_set_generator` sets it."""
 
     def broadcast_to_vllm(self) -> None:
         """Broadcast the weights while no engine has a request from april."""

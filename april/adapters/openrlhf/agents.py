@@ -45,7 +45,6 @@ class AgentEngine:
     """Sampling parameters of the run; only parameters that an agent has changed are passed to april."""
     llm: LLM = field(init=False)
     loop: asyncio.AbstractEventLoop = field(init=False)
-    """april's event loop."""
     last: Completion | None = None
 
     def begin(self, llm: LLM) -> None:

@@ -36,7 +36,6 @@ REQUIRED_FUNCTIONS: dict[str, tuple[str, ...]] = {
     f"{_ENGINE}.update_weight": ("self", "name", "dtype", "shape", "empty_cache"),
     f"{_ENGINE}.update_weight_cuda_ipc": ("self", "name", "dtype", "shape", "ipc_handles", "empty_cache"),
 }  # fmt: skip
-"""Parameters of OpenRLHF's functions that april calls or overrides."""
 PREFIX = "--april."
 DECIDED = {
     "rollout_batch_size": "--rollout.batch_size",
@@ -47,8 +46,8 @@ DECIDED = {
     "epochs": "--train.num_episodes",
     "on_data_end": "--train.num_episodes",
     "engine": "--vllm.num_engines and its like",
+    "max_chains": "rows, one per sample,",
 }
-"""Settings of april.Config, each with the OpenRLHF flag that decides it."""
 
 
 def require_openrlhf() -> None:
@@ -107,6 +106,7 @@ def config_of(args: Any, own: Mapping[str, Any]) -> Config:
         n_samples_per_prompt=args.rollout.n_samples_per_prompt,
         # an agent's turns together may fill --data.max_len
         max_response_len=args.data.max_len - 1 if most is None or args.train.agent_func_path else most,
+        max_chains=1,  # OpenRLHF finds the rows of a group by their place
         sampling={"temperature": args.rollout.temperature},
         seed=args.train.seed,
         **own,
@@ -116,9 +116,8 @@ def config_of(args: Any, own: Mapping[str, Any]) -> Config:
 
 
 def _refusals(args: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Yield a refusal for each unsupported flag of OpenRLHF and each unsupported april setting."""
     rollout, agent, most = args.rollout, args.train.agent_func_path, args.rollout.max_new_tokens
-    level = getattr(args.algo.advantage, "is_correction_level", None)
+    level = args.algo.advantage.is_correction_level
     # fmt: off
     yield (not args.vllm.num_engines, "--vllm.num_engines is missing or 0",
            "april generates on OpenRLHF's vLLM engines", "give their number")
@@ -137,8 +136,6 @@ def _refusals(args: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
            "whole step",
            f"leave it out and set {PREFIX}over_sampling_batch_size")
     yield greedy(rollout.temperature == 0, "--rollout.temperature 0")
-    yield (level is None, "this OpenRLHF has no --algo.advantage.is_correction_level", "april's adapter needs it",
-           "install 0.11.2")
     yield (level == "off", "--algo.advantage.is_correction_level is off (OpenRLHF's default)",
            "tokens of older weights would be trained as if the current weights had made them",
            "add --algo.advantage.is_correction_level token")
@@ -154,7 +151,6 @@ def _refusals(args: Any, own: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def _refusals_together(args: Any, config: Config) -> Iterator[Refusal]:
-    """Yield a refusal for each unsupported combination of settings."""
     queued = int(getattr(args.train, "async_queue_size", None) or 1)
     separate = getattr(args.train, "async_enable", False)
     continuous = config.generation is GenerationMode.CONTINUOUS

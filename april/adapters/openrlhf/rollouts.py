@@ -118,7 +118,6 @@ class OpenRLHFRollouts:
         self.scheduler: RolloutScheduler | None = None
         """april's scheduler; None before the first batch and after :meth:`close`."""
         self.batch: Batch | None = None
-        """Last delivered batch."""
         self.ledger: dict[str, Ledger] = {}
         """april's counts of prompts and tokens (delivered, dropped, held) at the end of the run; empty before."""
         self._prompts = OpenRLHFPrompts(self._encode, None if self._images is None else self._images.kept)

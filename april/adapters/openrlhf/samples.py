@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.adapters.common.data_loader import RowQueue
-from april.adapters.common.refusals import refuse_several_rows
 from april.adapters.common.samples import NOT_TRAINED, attached_pictures, generated_segments
 from april.config.images import ImagesConfig
 from april.core.batch import Batch, DeliveredSample
@@ -44,7 +43,6 @@ class RewardResult:
     ranges: Sequence[Sequence[int]] | None = None
     """An agent's action ranges, [start, end) in prompt and response: only these tokens are trained. None: no agent."""
     truncated: bool = False
-    """True if an agent says that its response was cut off."""
 
     @classmethod
     def of(cls, answer: Any) -> RewardResult:
@@ -89,12 +87,7 @@ def judged_text(tokenizer: Any, prompt: Prompt, response: Response) -> str:
 
 def row_of(item: Any) -> tuple[str, Any, list[Any]]:
     """Return prompt, label and images of an item from OpenRLHF's loader, which is a batch of one row."""
-    try:
-        _, (prompt,), (label,), (images,) = item
-    except (TypeError, ValueError):
-        raise RolloutError(
-            f"the prompt loader returned {item!r}; expected sources, prompts, labels and images, one of each"
-        ) from None
+    _, (prompt,), (label,), (images,) = item
     several = images if isinstance(images, (list, tuple)) else [images]
     return str(prompt), label, [image for image in several if image is not None]
 
@@ -105,11 +98,8 @@ def responses_of(
     """Yield, for each sample, the dict that OpenRLHF's executor would return, group by group.
 
     ``inputs_of`` makes further training inputs of a row, such as the processor's outputs for images. Raises
-    RolloutError if a sample has several conversations, or if ``extra_logs`` of two responses have different names.
+    RolloutError if ``extra_logs`` of two responses have different names.
     """
-    refuse_several_rows(
-        batch, "OpenRLHF", "rewards.reshape(-1, n_samples_per_prompt) in compute_advantages_and_returns"
-    )
     shared = {f"april/{name}": batch.metrics[name] for name in OF_BATCH}
     logged: tuple[str, ...] | None = None
     for sample in batch.samples:

@@ -12,7 +12,6 @@ from april.config.settings import Config
 from april.config.values import shown_value
 from april.core.types import GenerationMode, OnFailedSample
 from april.engines.protocol import ROUTED_EXPERTS
-from april.errors import ConfigError
 
 log = logging.getLogger("april")
 
@@ -29,7 +28,6 @@ DECIDED = {
     "allow_mismatch": "--custom-generate-function-path",
     "extras": "--use-rollout-routing-replay",
 }
-"""Settings of april.Config, each with the slime flag that decides it."""
 WHOLE_GROUPS = (
     "group_rm", "log_passrate", "rollout_all_samples_process_path", "custom_convert_samples_to_train_data_path",
 )  # fmt: skip
@@ -106,12 +104,9 @@ def _own_settings(args: Any) -> dict[str, Any]:
     return own_settings(given, "slime", DECIDED, where="april: in --custom-config-path")
 
 
-def agent_path(args: Any) -> str | None:
-    """Return the setting ``april.rollout``, the path of a rollout function, or None. ConfigError if it is no text."""
-    path = _own_settings(args).get("rollout")
-    if path is not None and not isinstance(path, str):
-        raise ConfigError(f"april.rollout must be the path of a function, such as package.module.rollout, got {path!r}")
-    return path
+def agent_path(args: Any) -> Any:
+    """Return the setting ``april.rollout``, the path of a rollout function, or None."""
+    return _own_settings(args).get("rollout")
 
 
 def _ends(args: Any) -> dict[str, Any]:
@@ -125,7 +120,6 @@ def _ends(args: Any) -> dict[str, Any]:
 
 # fmt: off
 def _refusals_with_agent(args: Any, own_function: bool) -> Iterator[Refusal]:
-    """Yield a refusal for each flag that does not work together with ``april.rollout``."""
     hook = getattr(args, "custom_reward_post_process_path", None)
     rows = "it may return several rows for one response"
     yield (own_function, "april.rollout and --custom-generate-function-path", "both generate the responses",
@@ -144,7 +138,6 @@ def _refusals_with_agent(args: Any, own_function: bool) -> Iterator[Refusal]:
 
 
 def _refusals(args: Any, own_function: bool) -> Iterator[Refusal]:
-    """Yield a refusal for each flag of slime that april does not support."""
     n, over = args.rollout_batch_size, args.over_sampling_batch_size or args.rollout_batch_size
     yield (over > n and not args.partial_rollout, f"--over-sampling-batch-size {over}",
            f"it starts more groups than --rollout-batch-size {n}, and without --partial-rollout the tokens of the "
@@ -168,7 +161,6 @@ def _refusals(args: Any, own_function: bool) -> Iterator[Refusal]:
 
 
 def _refusals_together(args: Any, config: Config, own_function: bool) -> Iterator[Refusal]:
-    """Yield a refusal for each unsupported combination of settings."""
     continuous, parts = config.generation is GenerationMode.CONTINUOUS, config.delivers_parts
     for flag in ("colocate", "offload_rollout"):
         yield (continuous and getattr(args, flag, False), f"--{flag.replace('_', '-')}", (

@@ -27,7 +27,6 @@ REQUIRED_FUNCTIONS = {
     "rollout.rm_hub.async_rm": ("args", "sample"),
     "rollout.rm_hub.batched_async_rm": ("args", "samples"),
 }
-"""Functions inside the framework's package, with the parameters that april passes."""
 SAMPLE_FIELDS = (
     "index", "prompt", "tokens", "response", "response_length", "reward", "loss_mask", "weight_versions",
     "rollout_log_probs", "status", "metadata", "to_dict", "from_dict", "Status",

@@ -34,6 +34,7 @@ from april.adapters.slime.samples import (
     with_sample,
 )  # fmt: skip
 from april.adapters.slime.servers import ServerWeights, SlimeUpdates
+from april.core.attachments import Placed
 from april.core.batch import Batch, DeliveredSample
 from april.core.types import GenerationMode, SampleId
 from april.driver.llm import single_turn
@@ -119,7 +120,7 @@ class SlimeRollouts:
         mask = bool(getattr(self._args, "mask_offpolicy_in_partial_rollout", False))
         groups: list[list[Any]] = []
         leased = self._leased.setdefault(batch.id, {})
-        seen: dict[tuple[str, ...], Any] = {}
+        seen: dict[tuple[Placed, ...], Any] = {}
         for size in batch.group_sizes:
             group: list[Any] = []
             for sample_id, rows in groupby(islice(done, size), key=lambda row: row[0].id):

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ from april.driver.llm import LLM
 from april.driver.user_code import is_async
 from april.engines.protocol import ROUTED_EXPERTS
 from april.errors import ConfigError, RolloutError
-
-log = logging.getLogger("april")
 
 HOOK = "april.adapters.slime.post_process_rewards"
 SCALED, CENTRED = ("grpo", "gspo", "cispo"), ("reinforce_plus_plus_baseline",)
@@ -339,7 +336,7 @@ class SampleImages:
     def __init__(self, framework: Framework, processor: Any) -> None:
         self._options = framework.get("utils.processing_utils.build_processor_kwargs")
         self.processor = processor
-        self._open: OrderedDict[tuple[str, ...], list[Any]] = OrderedDict()
+        self._pictures = lru_cache(_CACHED_GROUPS)(attached_pictures)
 
     @classmethod
     def of(cls, framework: Framework, args: Any) -> SampleImages | None:
@@ -355,33 +352,20 @@ class SampleImages:
             )
         return cls(framework, processor)
 
-    def put_back(self, sample: Any, attached: Sequence[Placed]) -> None:
+    def put_back(self, sample: Any, attached: tuple[Placed, ...]) -> None:
         """Set a sample's images to ``attached``, in the form that the data source uses."""
         if attached:
             setattr(sample, INPUTS, {**(getattr(sample, INPUTS, None) or {}), "images": self._pictures(attached)})
 
-    def finish(self, sample: Any, delivered: DeliveredSample, made: dict[tuple[str, ...], Any]) -> None:
+    def finish(self, sample: Any, delivered: DeliveredSample, made: dict[tuple[Placed, ...], Any]) -> None:
         """Add the training inputs for a sample's images; ``made`` caches them for samples with the same images."""
-        if not delivered.attached:
+        attached = delivered.attached
+        if not attached:
             return
         self.put_back(sample, delivered.prompt.attached)
-        names = _names(delivered.attached)
-        if names not in made:  # the processor gets the images only, since the sample already contains their tokens
-            images = self._pictures(delivered.attached)
+        if attached not in made:  # the processor gets the images only, since the sample already contains their tokens
+            images = self._pictures(attached)
             text = str(self.processor.image_token) * len(images)
             inputs = self.processor(text=text, **self._options({"images": images}))
-            made[names] = {name: value for name, value in inputs.items() if name not in NOT_TRAINED} or None
-        setattr(sample, TRAIN_INPUTS, made[names])
-
-    def _pictures(self, attached: Sequence[Placed]) -> list[Any]:
-        """Return the images that were sent to the engines, opened with PIL; recently used ones are cached."""
-        names = _names(attached)
-        found = self._open.pop(names) if names in self._open else attached_pictures(attached)
-        self._open[names] = found
-        while len(self._open) > _CACHED_GROUPS:
-            self._open.popitem(last=False)
-        return found
-
-
-def _names(attached: Sequence[Placed]) -> tuple[str, ...]:
-    return tuple(placed.attachment.digest for placed in attached)
+            made[attached] = {name: value for name, value in inputs.items() if name not in NOT_TRAINED} or None
+        setattr(sample, TRAIN_INPUTS, made[attached])

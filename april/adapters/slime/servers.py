@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from april.engines.http.http_client import HttpClient
-from april.engines.http.wire import NotJson, read_json
+from april.engines.http.http_client import HttpClient, weight_version
 from april.engines.protocol import Engine
 from april.engines.sglang.engine import SglangEngine
 from april.engines.sglang.router import router_workers
@@ -49,7 +48,7 @@ class ServerWeights:
         """Return True if all servers answer and none is paused."""
 
         async def ready() -> bool:
-            return None not in await asyncio.gather(*(_answer(url, "/ready") for url in self.urls))
+            return all(await asyncio.gather(*map(_is_ready, self.urls)))
 
         return asyncio.run(ready())
 
@@ -70,29 +69,23 @@ async def servers_behind(router: str) -> tuple[tuple[str, ...], tuple[str | None
 
 
 async def _label(url: str) -> str | None:
-    """Return the label of a server's weights, or None if the server reports none."""
-    body = await _answer(url, "/model_info", "/get_model_info", retry=True)
-    try:
-        said = None if body is None else read_json(body)
-    except NotJson:
-        return None
-    label = said.get("weight_version") if isinstance(said, dict) else None
-    return None if label is None else str(label)
-
-
-async def _answer(url: str, *routes: str, retry: bool = False) -> bytes | None:
-    """Return the response body from the first of the routes that works, or None if none does."""
     client = HttpClient(url, name=url)
     try:
-        for route in routes:
-            reply = await client.call("GET", route, timeout_s=10.0, retry=retry)
-            if reply.ok:
-                return reply.body
+        return await weight_version(client, "/model_info")
     except EngineError:
-        pass
+        return None
     finally:
         await client.close()
-    return None
+
+
+async def _is_ready(url: str) -> bool:
+    client = HttpClient(url, name=url)
+    try:
+        return (await client.call("GET", "/ready", timeout_s=10.0)).ok
+    except EngineError:
+        return False
+    finally:
+        await client.close()
 
 
 POLL_S = 0.1

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from april.adapters.common.installed_trainer import require_functions
-from april.adapters.common.refusals import refuse, refuse_several_rows
+from april.adapters.common.refusals import refuse
 from april.adapters.trl import checkpoint
 from april.adapters.trl.checks import (
     ASYNC_FUNCTIONS,
@@ -73,7 +73,7 @@ class RolloutWorker:
         self, config: Config | Mapping[str, Any] | str | Path | None = None, *, weights_dir: str | Path | None = None,
         filter: Filter | None = None, metrics: Sequence[str] | Literal["all"] = METRICS, **settings: Any,
     ) -> None:  # fmt: skip
-        self._settings = given_settings(config, settings, metrics)
+        self._settings = given_settings(config, settings)
         self._weights_dir = None if weights_dir is None else Path(weights_dir)
         self._filter, self._metrics = filter, metrics
         self._trainer: Any = None
@@ -197,13 +197,11 @@ class RolloutWorker:
         if self._trained is not None:
             scheduler.commit(self._trained)  # now, since not every step ends with a weight update (weight_sync_steps)
         batch = scheduler.next_batch()
-        refuse_several_rows(batch, "AsyncGRPOTrainer")
         self._batches.append((batch.id, frozenset(batch.group_ids.tolist())))
         self.metrics_queue.put(logged_metrics(batch, self._metrics))
         return self._samples(batch)
 
     def _samples(self, batch: Batch) -> list[Any]:
-        """Return a batch as TRL's samples."""
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
         trainer, made = self._trainer, []

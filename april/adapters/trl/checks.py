@@ -27,14 +27,12 @@ REQUIRED_FUNCTIONS = {
     "_save_checkpoint": ("self", "model", "trial"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
 }  # fmt: skip
-"""Parameters of GRPOTrainer's methods that april calls or overrides."""
 ASYNC_FUNCTIONS = {
     "_save_checkpoint": ("self", "model", "trial"),
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
     "_sync_weight": ("self",),
     "_streaming_iter": ("self",),
 }
-"""Parameters of AsyncGRPOTrainer's methods that april overrides or that call april."""
 _SAMPLING = {"top_p": (1.0,), "top_k": (0, None), "min_p": (None,), "repetition_penalty": (1.0,)}
 """Sampling settings of GRPOConfig, each with the values that leave softmax(logits / temperature) unchanged."""
 
@@ -84,11 +82,9 @@ def config_for(
 
 
 def given_settings(
-    config: Config | Mapping[str, Any] | str | Path | None, settings: Mapping[str, Any], metrics: Any
+    config: Config | Mapping[str, Any] | str | Path | None, settings: Mapping[str, Any]
 ) -> Config | dict[str, Any]:
     """Return the settings that a user has given to ``rollout(...)``. Raises ConfigError if they cannot be read."""
-    if metrics != "all" and (isinstance(metrics, str) or not all(isinstance(name, str) for name in metrics)):
-        raise ConfigError(f'rollout: metrics must be a list of names, or "all", got {metrics!r}')
     if isinstance(config, Config):
         if settings:
             raise ConfigError(
@@ -100,7 +96,6 @@ def given_settings(
 
 # fmt: off
 def _shared_refusals(trainer: Any, config: Config, *, servers: bool) -> Iterator[Refusal]:
-    """Yield the refusals that GRPOTrainer and AsyncGRPOTrainer share."""
     args, dataset = trainer.args, trainer.train_dataset
     embedded = isinstance(config.engine, TransformersEngineConfig)
     yield from distorting({f"GRPOConfig.{name}={getattr(args, name)}": getattr(args, name) not in neutral
@@ -195,7 +190,6 @@ def refusals(trainer: Any, config: Config, *, servers: bool, filters: bool) -> I
 
 
 def _refused_images(trainer: Any) -> Iterator[Refusal]:
-    """Yield refusals about images in the data set and about vision models."""
     column, processor = column_of(trainer.train_dataset), type(trainer.processing_class).__name__
     yield (column is not None and not trainer._is_vlm,
            f"train_dataset has a column {column}, but processing_class ({processor}) reads no images",

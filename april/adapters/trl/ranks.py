@@ -141,11 +141,6 @@ def may_send(why_not: str, config: Config, *, has_weights_dir: bool) -> bool:
     return not why_not
 
 
-def tensors_of(trainer: Any) -> Any:
-    """Return the module whose weights are sent: the wrapped model if it is sharded."""
-    return trainer.model_wrapped if sharding_of(trainer) else trainer.model
-
-
 def why_unmerged(trainer: Any) -> str:
     """Return the reason why a PEFT model cannot be merged for servers, or an empty string if it can."""
     if sharding := sharding_of(trainer):

@@ -23,7 +23,7 @@ from april.adapters.trl.data import ROW, DatasetPasses, Message, Row, message_of
 from april.adapters.trl.ranks import of_all_ranks, rows_of_all_ranks
 from april.core.types import Prompt
 from april.driver.llm import BlockingLLM
-from april.errors import CheckpointError, RolloutError
+from april.errors import CheckpointError
 
 INPUT = "input"
 """Key of the row number, in the data of an evaluation prompt."""
@@ -180,8 +180,6 @@ class ToolLoop:
         """Return this rank's equal part of the ``notes`` of rank 0."""
         accelerator = self._trainer.accelerator
         first, *_ = of_all_ranks(self._trainer, notes if accelerator.is_main_process else None)
-        if None in first:
-            raise RolloutError("a response arrived without the output of its tools; report this as a bug")
         found = msgspec.convert(first, list[Note])
         count = len(found) // accelerator.num_processes
         return found[accelerator.process_index * count :][:count]

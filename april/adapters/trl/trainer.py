@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 
 from april.adapters.common.deliveries import closing_on_error
 from april.adapters.common.installed_trainer import require_functions
-from april.adapters.common.refusals import refuse, refuse_several_rows, require_count
+from april.adapters.common.refusals import refuse
 from april.adapters.trl import checkpoint
 from april.adapters.trl.checks import REQUIRED_FUNCTIONS, TESTED_VERSION, config_for, given_settings, refusals
 from april.adapters.trl.data import (
@@ -36,8 +36,8 @@ from april.adapters.trl.ranks import (
     rows_of_all_ranks,
     scheduler_of,
     sends_weights,
+    sharding_of,
     takes_adapters,
-    tensors_of,
     write_weights,
 )  # fmt: skip
 from april.adapters.trl.tools import Note, ToolLoop, check_notes
@@ -54,7 +54,6 @@ log = logging.getLogger("april")
 METRICS = (
     "off_policy_share", "staleness_mean", "engines_busy", "trainer_wait_s", "resumed_samples", "failed_samples"
 )  # fmt: skip
-"""Names of the metrics that TRL logs by default."""
 
 
 def logged_metrics(batch: Batch, wanted: Sequence[str] | Literal["all"]) -> dict[str, float]:
@@ -91,7 +90,7 @@ class Rollout:
         filter: Filter | None = None, address: str | None = None, metrics: Sequence[str] | Literal["all"] = METRICS,
         **settings: Any,
     ) -> None:  # fmt: skip
-        self._settings = given_settings(config, settings, metrics)
+        self._settings = given_settings(config, settings)
         self._metrics, self._address, self._filter = metrics, address, filter
         self._weights_dir = None if weights_dir is None else Path(weights_dir)
         self._config: Config | None = None
@@ -166,19 +165,14 @@ class Rollout:
             columns["env_mask"] = self._masks
         return columns
 
-    def next_rows(self, trainer: Any, asked: int) -> list[dict[str, Any]]:
-        """Return the rows of the next batch, one per response; they replace the rows that TRL's sampler chose.
-
-        ``asked`` is the number of rows that TRL wants on this rank.
-        """
+    def next_rows(self, trainer: Any) -> list[dict[str, Any]]:
+        """Return the rows of the next batch, one per response; they replace the rows that TRL's sampler chose."""
         wanted = self.config.rollout_batch_size * self.config.n_samples_per_prompt
-        require_count(asked * trainer.accelerator.num_processes, wanted, "rows")
         scheduler = self._open(trainer)
         self._give_weights(trainer)
         if self._last_batch is not None:
             scheduler.commit(self._last_batch.id)  # gradients may accumulate over several batches before an update
         batch = scheduler.next_batch()
-        refuse_several_rows(batch, "TRL", "rewards.view(-1, num_generations) in _generate_and_score_completions")
         if (found := int(batch.metrics["samples"])) != wanted:
             where = "see rank 0"
             if self._is_main:
@@ -330,7 +324,7 @@ class Rollout:
         if self._sends is None:
             self._sends = sends_weights(trainer, scheduler, self.config, has_weights_dir=directory is not None)
         if self._sends or directory is None:
-            return {"weights": tensors_of(trainer)}
+            return {"weights": trainer.model_wrapped if sharding_of(trainer) else trainer.model}
         if self._as_adapter is None:
             self._as_adapter = takes_adapters(trainer, scheduler)
         path = directory / f"step_{trainer.state.global_step}"
@@ -424,7 +418,7 @@ def april_trainer(base: Any) -> Any:
 
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
             training, rollouts = self.model.training, self.rollout_func
-            rows = rollouts.next_rows(self, len(inputs)) if training else rollouts.rows_to_evaluate(self, inputs)
+            rows = rollouts.next_rows(self) if training else rollouts.rows_to_evaluate(self, inputs)
             factories = self.environment_factories
             try:
                 self.environment_factories = None  # TRL would reset environments that april has used

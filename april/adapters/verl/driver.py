@@ -21,10 +21,10 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils import tensordict_utils as tu
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-from april.adapters.common.refusals import refuse, require_count
+from april.adapters.common.refusals import refuse
 from april.adapters.verl.advantages import name_of, store_advantages
 from april.adapters.verl.client import AprilServerClient, ask_servers, worker_class
-from april.adapters.verl.rollouts import STATE_FILE, DeliveredRows, VerlRollouts, servers_of
+from april.adapters.verl.rollouts import STATE_FILE, DeliveredRows, VerlRollouts
 from april.adapters.verl.settings import settings_of
 from april.concurrency.worker_threads import run_in_thread
 from april.errors import CheckpointError, ConfigError
@@ -45,11 +45,8 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
     scheduler: RolloutScheduler | None = None
 
     def __init__(self, **kwargs: Any) -> None:
-        trainer = getattr(kwargs.get("refill_fn"), "__self__", None)
-        if trainer is None:
-            raise ConfigError("april.adapters.verl.Sampler is for verl's trainer: trainer.v1.sampler.custom_sampler")
-        self.trainer = trainer
-        self.settings = settings_of(trainer.config)
+        self.trainer = kwargs["refill_fn"].__self__
+        self.settings = settings_of(self.trainer.config)
         super().__init__(**kwargs)
         self.validations: list[tuple[list[str], list[Any]]] = []
         """For each running validation, the uids of its prompts and the pending calls to the workers."""
@@ -60,12 +57,13 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         settings, tokenizer = self.settings, self.trainer.tokenizer
         ends = {getattr(tokenizer, "eos_token_id", None), *_generation_ends(self.trainer.config)} - {None}
         send = partial(ask_servers, llm_client)
-        servers = servers_of(settings, send, self._end_all, sorted(map(int, ends)))
         calls = [
             SimpleNamespace(begin=w.april_begin.remote, messages=w.april_messages.remote, answer=w.april_answer.remote)
             for w in workers
         ]
-        self.rollouts = VerlRollouts(settings, servers, self.refill_fn, calls)
+        self.rollouts = VerlRollouts(
+            settings, send, self._end_all, sorted(map(int, ends)), self.refill_fn, calls
+        )
         self.scheduler = RolloutScheduler(settings.config, **self.rollouts.parts)
 
     async def _end_all(self) -> None:
@@ -85,7 +83,6 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
             ray.get(answers)
             return self._batch_of(partition_id, lambda key: key.split("_")[0] in uids, uids), {}
         before = time.monotonic()
-        require_count(batch_size, self.settings.config.rollout_batch_size)
         self.rollouts.deliveries.report_weights(self.scheduler, global_steps - 1)
         delivery = self.rollouts.delivered(self.scheduler.next_batch(), self.scheduler)
         names = {name_of(*rollout) for rollout in delivery.rollouts}
@@ -115,7 +112,6 @@ class Sampler(ReplayBufferAsync):  # type: ignore[misc]
         return KVBatchMeta(partition_id=partition_id, keys=list(rows), tags=list(rows.values()))
 
     def _mask(self, batch: Any, delivery: DeliveredRows) -> None:
-        """Apply april's loss masks to the rows in verl's queue."""
         keys, fields = [], []
         for (uid, index), mask in delivery.masked.items():
             for key in (k for k in batch.keys if k.startswith(f"{uid}_{index}_")):

@@ -41,22 +41,6 @@ Rollout = tuple[str, int]
 """Identity of a sample in verl: (uid of its prompt, index in the group)."""
 
 
-def servers_of(
-    settings: RunSettings, send: Callable[[LLMCall, list[int], int], Awaitable[Any]],
-    end_all: Callable[[], Awaitable[None]], eos_token_ids: Sequence[int],
-) -> TrainerServers:  # fmt: skip
-    """Wrap verl's servers as one engine; ``send`` sends a single request and returns verl's TokenOutput."""
-
-    async def ask(asked: LLMCall, token_ids: Int32, max_tokens: int) -> ServerResult:
-        output = await send(asked, token_ids.tolist(), max_tokens)
-        return result_of(len(token_ids), output, asked.options)
-
-    return TrainerServers(
-        "verl", ask, end_all, max_context=settings.context - 1, max_in_flight=settings.places,
-        eos_token_ids=eos_token_ids, attachments=MEDIA_KINDS, extras=settings.config.extras,
-    )  # fmt: skip
-
-
 class VerlPrompts:
     """Iterates over verl's prompts, as uids without tokens; ``fetch(count)`` makes verl :meth:`offer` more of them."""
 
@@ -216,19 +200,31 @@ class DeliveredRows:
 
 
 class VerlRollouts:
-    """Provides the scheduler's arguments and describes its batches; ``workers`` have the methods of WorkerCalls."""
+    """Provides the scheduler's arguments and describes its batches.
+
+    ``send`` sends a single request to verl's servers and returns verl's TokenOutput, and ``end_all`` ends all requests
+    there. ``workers`` have the methods of WorkerCalls.
+    """
 
     def __init__(
-        self, settings: RunSettings, servers: TrainerServers, fetch: Callable[[int], None], workers: Sequence[Any]
-    ) -> None:
-        self._settings, self._servers = settings, servers
+        self, settings: RunSettings, send: Callable[[LLMCall, list[int], int], Awaitable[Any]],
+        end_all: Callable[[], Awaitable[None]], eos_token_ids: Sequence[int], fetch: Callable[[int], None],
+        workers: Sequence[Any],
+    ) -> None:  # fmt: skip
+        async def ask(asked: LLMCall, token_ids: Int32, max_tokens: int) -> ServerResult:
+            return result_of(len(token_ids), await send(asked, token_ids.tolist(), max_tokens), asked.options)
+
+        self._settings = settings
+        self._servers = TrainerServers(
+            "verl", ask, end_all, max_context=settings.context - 1, max_in_flight=settings.places,
+            eos_token_ids=eos_token_ids, attachments=MEDIA_KINDS, extras=settings.config.extras,
+        )  # fmt: skip
         self.prompts = VerlPrompts(fetch)
         self._workers = [_Worker(calls) for calls in workers]
         self._next_worker = itertools.cycle(self._workers)
         self._groups: dict[int, str] = {}
         """Uids by group number, of prompts whose agent loop has begun or that a checkpoint held."""
         self._worker_of: dict[str, _Worker] = {}
-        """Worker of each prompt, by uid."""
         self._numbers = itertools.count()
         self.stored: dict[Rollout, Sequence[str]] = {}
         """Keys under which a sample's trajectory is in verl's queue, by sample."""

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from april.adapters.common import installed_trainer
+from april.adapters.common.installed_trainer import import_trainer, require_functions
 from april.adapters.common.refusals import Refusal, distorting, greedy, own_settings, refuse
 from april.config.settings import Config
 from april.engines.protocol import ROUTED_EXPERTS
 
 TESTED_VERSION = "0.9.1"
-OLDEST, TOO_NEW = (0, 9, 1), (0, 10)
-"""Supported versions, the upper bound excluded: verl 0.9.0 has no checkpoint callback."""
 _V1 = "verl.trainer.ppo.v1"
 REQUIRED_FUNCTIONS: dict[str, tuple[str, ...]] = {
     f"{_V1}.agent_loop_tq:AgentLoopManagerTQ.generate_sequences": ("self", "prompts"),
@@ -37,7 +35,6 @@ REQUIRED_FUNCTIONS: dict[str, tuple[str, ...]] = {
         "self", "trainer", "global_step", "checkpoint_dir", "async_save", "kwargs",
     ),
 }  # fmt: skip
-"""Parameters of verl's functions that april calls, overrides or relies on."""
 DECIDED = {
     "rollout_batch_size": "data.train_batch_size",
     "n_samples_per_prompt": "actor_rollout_ref.rollout.n",
@@ -52,7 +49,6 @@ DECIDED = {
     "max_chains": "rows, one per sample,",
 }
 ESTIMATOR = "april_grpo"
-"""Value of algorithm.adv_estimator that selects april's advantage estimator."""
 WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
 """Estimators of verl that compute a row's advantage from that row alone."""
 UNBANNED = ("sglang",)
@@ -64,14 +60,9 @@ ABORT_DEADLINE_S = 2.0
 
 
 def require_verl() -> None:
-    """Raise ConfigError if verl is missing or unsupported, or a function that april needs has other parameters."""
-    installed_trainer.import_trainer("verl", "april.adapters.verl needs verl", TESTED_VERSION)
-    version = installed_trainer.version_of("verl")
-    numbers = tuple(int(part) if part.isdecimal() else -1 for part in version.split(".")[:3])
-    fitting = f"april.adapters.verl needs verl {TESTED_VERSION} or a later 0.9.x"
-    wrong = not OLDEST <= numbers < TOO_NEW
-    refuse([(wrong, f"verl {version} is installed", fitting, f"pip install verl=={TESTED_VERSION}")])
-    installed_trainer.require_functions("verl", TESTED_VERSION, REQUIRED_FUNCTIONS)
+    """Raise ConfigError if verl, or a function that april needs, is missing or has other parameters."""
+    import_trainer("verl", "april.adapters.verl needs verl", TESTED_VERSION)
+    require_functions("verl", TESTED_VERSION, REQUIRED_FUNCTIONS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """One process of a training, for ``short_runs``: what was trained, and whose every token is, as JSON.
 
-    .venv/areal/bin/python tests/adapters/real_areal/one_training.py DIRECTORY --steps 5 [--stock]
+    .venv/areal/bin/python tests/adapters/real_areal/one_training.py DIRECTORY --steps 5
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ os.environ |= {"AREAL_SPMD_MODE": "1", "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISAB
 import functions_of_a_user
 import tiny_areal
 import torch
-from areal.trainer.rl_trainer import PPOTrainer as ArealTrainer
 from areal.workflow.rlvr import RLVRWorkflow
 from model_server import ModelServer, started
 
@@ -97,15 +96,15 @@ class Watch:
                 found[name] = max(found[name], float(difference[here].max()))
 
 
-def trainer_of(base: Any, watch: Watch) -> Any:
-    """``base`` with the actor for a CPU, watched."""
+def trainer_of(watch: Watch) -> Any:
+    """april's trainer with the actor for a CPU, watched."""
 
     class Actor(tiny_areal.CpuActor):
         def ppo_update(self, data: Any, *args: Any, **kwargs: Any) -> None:
             watch.trained(self.get_version(), data)
             super().ppo_update(data, *args, **kwargs)
 
-    class Trainer(base):  # type: ignore[misc]
+    class Trainer(PPOTrainer):  # type: ignore[misc]
         def _create_train_engine(self, actor_config: Any, alloc: Any) -> Any:
             engine = Actor(config=actor_config)
             engine.create_process_group(parallel_strategy=alloc.parallel)
@@ -118,7 +117,6 @@ def main() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--stock", action="store_true", help="without april")
     parser.add_argument("--generation")
     parser.add_argument("--offpolicyness", type=int, default=1)
     parser.add_argument("--token-s", type=float, default=0.004)
@@ -132,12 +130,10 @@ def main() -> dict[str, Any]:
     config = tiny_areal.config(
         given.directory, steps=given.steps, offpolicyness=given.offpolicyness, evaluate=given.evaluate
     )
-    kwargs: dict[str, Any] = {"train_dataset": tiny_areal.rows()}
-    if given.evaluate:
-        kwargs["valid_dataset"] = tiny_areal.rows(8)
-    if not given.stock:
-        kwargs["april"] = {"check": True} | ({"generation": given.generation} if given.generation else {})
-    trainer = trainer_of(ArealTrainer if given.stock else PPOTrainer, watch)(config, **kwargs)
+    trainer = trainer_of(watch)(
+        config, train_dataset=tiny_areal.rows(), valid_dataset=tiny_areal.rows(8) if given.evaluate else None,
+        april={"check": True} | ({"generation": given.generation} if given.generation else {}),
+    )  # fmt: skip
     recovered = trainer.recover_info
     watch.begin(0 if recovered is None else recovered.last_step_info.global_step + 1)
 
@@ -156,10 +152,8 @@ def main() -> dict[str, Any]:
         "server": {"made": server.made, "aborted": server.aborted, "requests": server.begun,
                    "weights": server.weights, "violations": server.violations},
     }  # fmt: skip
-    if not given.stock:
-        rollouts = trainer.rollout.workflow_executor.rollouts
-        seen["ledgers"] = {name: book.as_dict() for name, book in rollouts.scheduler.ledger().items()}
-    return seen
+    rollouts = trainer.rollout.workflow_executor.rollouts
+    return seen | {"ledgers": {name: book.as_dict() for name, book in rollouts.scheduler.ledger().items()}}
 
 
 if __name__ == "__main__":

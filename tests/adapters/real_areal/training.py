@@ -66,18 +66,6 @@ def test_a_restart_trains_every_prompt_once(tmp_path: Path) -> None:
     )
 
 
-def test_what_stock_skips_after_a_restart(tmp_path: Path) -> None:
-    """The same without april: prompts that were drawn and never trained."""
-    first = short_runs.run(tmp_path, "--steps", "5", "--stock", *SLOW)
-    second = short_runs.run(tmp_path, "--steps", "9", "--stock", *SLOW)
-
-    trained = first.prompts + second.prompts
-    resumed_at = min(second.prompts)
-    skipped = sorted(set(range(resumed_at)) - set(trained))
-    print(f"\nstock AReaL: the second process begins at prompt {resumed_at}; never trained: {len(skipped)}, {skipped}")
-    assert skipped
-
-
 def test_filter_and_evaluation_stay_areals(tmp_path: Path) -> None:
     """A filter of joined groups, and evaluations every second step on AReaL's own eval engine."""
     seen = short_runs.run(tmp_path, "--steps", "5", "--filter", "--evaluate", "--offpolicyness", "2")

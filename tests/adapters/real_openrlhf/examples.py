@@ -8,7 +8,6 @@ import os
 import pkgutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,24 +71,3 @@ def test_the_workloads_of_the_paper(model: str, algorithm: str, mode: str) -> No
         assert (config.max_response_len, config.sampling.temperature) == (16_384, 0.8)
         assert args.actor.policy_loss_type == ("gspo" if algorithm == "gspo" else "ppo")
         assert args.vllm.enable_sleep == args.train.colocate_all == (mode == "sync")
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"algo__advantage__is_correction_level": None}, "is_correction_level is off"),
-    ({"rollout__top_p": 0.9}, "--rollout.top_p 0.9: this is not part"),
-    ({"train__async_enable": True, "train__partial_rollout_enable": True}, "partial_rollout_enable: it changes"),
-    ({"train__agent_func_path": "agent.txt"}, "--train.agent_func_path agent.txt: expected a Python file"),
-    ({"data__max_images_per_prompt": 1, "train__agent_func_path": "a.py"}, "use one of the two"),
-    ({"april__partial_rollout": "false", "april__max_staleness": "2"}, "set partial_rollout: true"),
-    ({"april__group_quorum": 0.5}, "groups are delivered whole"),
-    ({"rollout__temperature": 0.0}, "--rollout.temperature 0: greedy"),
-    ({"april__generation": "continuous", "train__colocate_all": True}, "--train.colocate_all: the engines sleep"),
-    ({"train__async_enable": True, "rollout__vllm_generate_batch_size": 8}, "own over-sampling"),
-]
-
-
-@pytest.mark.parametrize(("changes", "sentence"), WRONG)
-def test_wrong_flags(changes: Any, sentence: str, tmp_path: Path) -> None:
-    """One sentence where OpenRLHF itself has no objection."""
-    with pytest.raises(SystemExit, match=sentence):
-        parse(short_runs.flags({"model": "m", "data": "d"}, tmp_path, **changes))

@@ -27,8 +27,6 @@ class Seen:
     output: str
     batches: list[dict[str, Any]] = field(default_factory=list)
     trained: list[list[dict[str, Any]]] = field(default_factory=list)
-    steps: list[dict[str, float]] = field(default_factory=list)
-    requests: list[dict[str, Any]] = field(default_factory=list)
     ledger: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,13 +52,9 @@ def flags(files: dict[str, str], where: Path, **changes: Any) -> list[str]:
 
 
 def run(
-    where: Path, words: list[str], *, dtype: str = "float32", killed_after: int | None = None,
-    command: str = "april.adapters.openrlhf", **variables: str,
+    where: Path, words: list[str], *, dtype: str = "float32", killed_after: int | None = None
 ) -> Seen:  # fmt: skip
-    """``python -m command`` with these flags, to its end, or until the trainer dies after a step.
-
-    ``variables``: of the environment, for observe.py.
-    """
+    """``python -m command`` with these flags, to its end, or until the trainer dies after a step."""
     seen = where / "seen"
     seen.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {
@@ -68,23 +62,21 @@ def run(
         "OPENRLHF_ON_CPU_DTYPE": dtype, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
         "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TOKENIZERS_PARALLELISM": "false",
-        "OBSERVED_UNTIL": str(killed_after or 0), **variables,
+        "OBSERVED_UNTIL": str(killed_after or 0),
         # on a machine that others use, too
         "RAY_raylet_start_wait_time_s": "600",
         "RAY_gcs_server_request_timeout_seconds": "300",
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", command, *words], cwd=where, env=environment, text=True, check=False,
+        [sys.executable, "-m", "april.adapters.openrlhf", *words], cwd=where, env=environment, text=True, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S,
     )  # fmt: skip
     read = {
         kind: [json.loads(path.read_text()) for path in sorted(seen.glob(f"{kind}_*.json"))]
-        for kind in ("batch", "trained", "step", "end")
+        for kind in ("batch", "trained", "end")
     }
-    lines = [line for path in seen.glob("requests_*.jsonl") for line in path.read_text().splitlines()]
-    requests = [json.loads(line) for line in lines]
     ledger = read["end"][0] if read["end"] else {}
-    return Seen(done.returncode, done.stdout, read["batch"], read["trained"], read["step"], requests, ledger)
+    return Seen(done.returncode, done.stdout, read["batch"], read["trained"], ledger)
 
 
 def prepare(where: Path, *, rows: int = ROWS, dtype: str = "float32") -> dict[str, str]:

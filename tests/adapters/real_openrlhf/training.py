@@ -115,23 +115,6 @@ def test_the_asynchronous_trainer(tmp_path: Path) -> None:
     check_versions(seen, present)
 
 
-def test_continuous_generation(tmp_path: Path) -> None:
-    """Engines go on while the trainer trains, and only its broadcasts cut; nothing is older than the bound."""
-    files = short_runs.prepare(tmp_path)
-    words = short_runs.flags(
-        files, tmp_path, train__async_enable=True, april__generation="continuous", april__max_staleness=2
-    )
-    seen = short_runs.run(tmp_path, words)
-
-    check_books(seen)
-    present, older = differences(seen)
-    report("grpo, float32, asynchronous, continuous", seen, present, older)
-    check_versions(seen, present)
-    ages = [number - min(v[1] for v in sample["versions"]) for _, sample, number in rows_of(seen)]
-    assert max(ages) <= 2
-    assert any(s["resumes"] and len({tuple(v) for v in s["versions"]}) > 1 for b in seen.batches for s in b["samples"])
-
-
 def check_versions(seen: short_runs.Seen, present: list[float]) -> None:
     """They never decrease, some batches are ahead of them, and the tokens of the present ones are those recomputed."""
     versions = [b["version"][1] for b in seen.batches]

@@ -215,18 +215,3 @@ def test_a_rank_is_killed_and_started_anew(kind: str) -> None:
     assert texts_of(killed) == texts_of(whole)
     assert len({pid for rank, pid, *_ in killed if rank == 1}) == 2
     assert [b for rank, _, b, _ in killed if rank == 1] == list(range(STEPS))
-
-
-def test_mistakes() -> None:
-    """Each with a sentence."""
-    driver, _ = blocks()
-    with start("mistakes", driver):
-        with pytest.raises(april.ConfigError, match="a run named 'mistakes' exists already in this cluster"):
-            start("mistakes", driver)
-        with pytest.raises(april.RankError, match="rank 5 is not one of 2 ranks"):
-            april.ray.attach("mistakes", 5)
-    with pytest.raises(april.ConfigError, match="there is no run 'mistakes'"):
-        april.ray.attach("mistakes", 0)
-    with pytest.raises(april.ConfigError, match="reward"):
-        april.ray.scheduler(CONFIG, name="bad", prompts=[[1]], engines=engines, reward=3)
-    np.testing.assert_equal(ray.is_initialized(), True)

@@ -19,7 +19,7 @@ from tests.real_engines.environments import ROOT, environment
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("slime", "slime_plugins", "miles", "miles_plugins")
-CHECKS = ("rounds.py", "refusals.py", "launch_flags.py", "replay.py")
+CHECKS = ("rounds.py", "launch_flags.py", "replay.py")
 
 
 def main() -> int:

@@ -171,18 +171,6 @@ def test_filter_group_reward_and_hooks(url: str, work: Path) -> None:
     run.close()
 
 
-def test_only_older_tokens_of_continued_responses_are_masked(url: str, work: Path) -> None:
-    """--mask-offpolicy-in-partial-rollout: no finished sample is masked whole, as slime's own does."""
-    run = Run(url, work, "--mask-offpolicy-in-partial-rollout")
-    for rollout_id in range(10):
-        for group in run(rollout_id).samples:
-            for sample in group:
-                last = sample.metadata["april"]["spans"][-1][0]
-                assert sample.loss_mask == [0] * last + [1] * (sample.response_length - last)
-    assert run.resumed
-    run.close()
-
-
 def test_restarts_skip_no_prompt(url: str, work: Path) -> None:
     """Four processes' worth of slime's own save and load, each ended two rounds after its checkpoint."""
     trained: Counter[int] = Counter()
@@ -333,23 +321,6 @@ def test_a_quorum_in_miles(url: str, work: Path) -> None:
     assert min(seen) < 0
     assert not sum(run.books.dropped.values())
     run.function.close()
-
-
-def test_evaluation_is_slimes_and_touches_no_carry(url: str, work: Path) -> None:
-    """evaluation=True between rollouts: slime's own function answers, and april's books stay as they were."""
-    run = Run(url, work)
-    dataset = run.trainer.get("utils.eval_config.EvalDatasetConfig")(
-        name="toy", path=f"{work}/prompts.jsonl@[0:20]", n_samples_per_eval_prompt=2, temperature=1.0, top_p=1.0,
-        top_k=-1, max_response_len=300, input_key="prompt", label_key="label", metadata_key="metadata", tool_key=None,
-    )  # fmt: skip
-    run.args.eval_datasets, run.args.eval_max_prompt_len = [dataset], None
-    for rollout_id in range(3):
-        run(rollout_id)
-        before = run.books
-        output = run.function(run.args, rollout_id, run.data, evaluation=True)
-        assert len(output.data["toy"]["samples"]) == 40
-        assert run.books == before
-    run.close()
 
 
 @pytest.mark.skipif(not os.environ.get("MILES_TREE"), reason="no --miles PATH")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import short_runs
-import tiny
 import torch
 from transformers import TrainerCallback
 
 from april.adapters.trl.checkpoint import KIND, STATE_FILE, buffer_file
-from april.errors import CheckpointError
 from april.serialization.state_file import unpack
 
 
@@ -76,20 +73,3 @@ def test_the_weights_of_a_resumed_training_are_those_of_the_checkpoint(tmp_path:
 
     for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_checkpoint_without_april_and_another_dataset_are_refused(tmp_path: Path) -> None:
-    """Nobody knows which of its prompts were trained."""
-    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    short_runs.trainer(tmp_path, **saving).train()
-    checkpoint = tmp_path / "checkpoint-1"
-    saving["max_steps"] = 2
-    with pytest.raises(CheckpointError, match=r"'rows': 24.* now they are .*'rows': 20"):
-        short_runs.trainer(tmp_path, data=tiny.dataset(20), **saving).train(resume_from_checkpoint=str(checkpoint))
-    turned = tiny.dataset(short_runs.ROWS).select(range(short_runs.ROWS - 1, -1, -1))
-    with pytest.raises(CheckpointError, match="differ from those drawn before the restart"):
-        short_runs.trainer(tmp_path, data=turned, **saving).train(resume_from_checkpoint=str(checkpoint))
-    (checkpoint / STATE_FILE).unlink()
-    with pytest.raises(CheckpointError, match="it was saved without april"):
-        short_runs.trainer(tmp_path, **saving).train(resume_from_checkpoint=str(checkpoint))
-    assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == 1

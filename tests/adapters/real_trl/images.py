@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from checkpoints import StopAfter
 from datasets import Dataset
 from peft import LoraConfig
 
-import april
 from april.adapters.trl import rollout
 from april.adapters.trl.checkpoint import buffer_file
 
@@ -163,16 +161,6 @@ def test_evaluations_see_their_images(tmp_path: Path) -> None:
     assert len([row for row in made.state.log_history if "eval_reward" in row]) == 2
 
 
-def test_a_filter_gets_the_images_too(tmp_path: Path) -> None:
-    """april asks the reward functions with the prompts that TRL shows them."""
-    rollouts = rollout(filter=april.rewards_differ, on_data_end="wrap", **SETTINGS)
-    made = trainer(tmp_path, rollouts=rollouts, max_steps=2)
-    made.train()
-
-    assert made.state.global_step == 2
-    assert max(made.logprob_errors) <= 1e-4
-
-
 def test_other_images_than_trl_would_read_are_those_of_the_rollouts(tmp_path: Path) -> None:
     """With an alpha channel, which readers treat in different ways: TRL trains what was generated from."""
     rows = [images_of(row)[0] for row in range(ROWS)]
@@ -201,24 +189,6 @@ def test_models_that_see_nothing_yet(tmp_path: Path) -> None:
     made.train()
 
     assert max(made.logprob_errors) <= 1e-4
-
-
-def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
-    """When the trainer is made, or when the row is drawn, by name."""
-    with pytest.raises(april.ConfigError, match=r"column images, but processing_class \(.*\) reads no images"):
-        short_runs.trainer(tmp_path, rollout(**SETTINGS), reward, data(), **RUN)
-    text = data().map(lambda row: {"prompt": json.dumps(row["prompt"])})
-    with pytest.raises(april.ConfigError, match="has images and a prompt of plain text"):
-        trainer(tmp_path, data=text)
-    within = [[{"role": "user", "content": [{"type": "image", "image": "picture.png"}]}]] * ROWS
-    with pytest.raises(april.ConfigError, match="has an image in its messages: TRL leaves it out of its loss"):
-        trainer(tmp_path, data=Dataset.from_dict({"prompt": within, "number": list(range(ROWS))}))
-    right = tiny_processor()
-    right.tokenizer.padding_side = "right"
-    with pytest.raises(april.ConfigError, match="the processor pads on the right"):
-        short_runs.trainer(
-            tmp_path, rollout(**SETTINGS), reward, data(), None, tiny_vision_model(), processing_class=right, **RUN
-        )
 
 
 def test_adapters_of_a_model_that_sees(tmp_path: Path) -> None:

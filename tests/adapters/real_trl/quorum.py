@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import short_runs
-import tiny
 from checkpoints import MODES, StopAfter
 
-import april
 from april.adapters.trl import rollout
 from april.adapters.trl.checkpoint import KIND, STATE_FILE
 from april.serialization.state_file import unpack
@@ -147,79 +144,3 @@ def test_a_training_that_is_killed_between_a_group_s_parts_goes_on_exactly(mode:
     assert after.rollout_func.ledger["prompts"].delivered == short_runs.ROWS
     assert max(after.logprob_errors) <= 1e-3
     print(f"\n{mode}: {len(begun)} groups of which a part was trained and {len(late)} responses came after the restart")
-
-
-@pytest.mark.parametrize("policy", ["replace", "shrink", "drop_group"])
-def test_responses_that_fail(policy: str, tmp_path: Path) -> None:
-    """One in twelve cannot be scored, for good: batches keep their size, baselines are those of who is left."""
-
-    def brittle(completion_ids: Any, **others: Any) -> list[float]:
-        if any(sum(ids) % 12 == 0 for ids in completion_ids):
-            raise RuntimeError("no verdict")
-        return length(completion_ids)
-
-    settings = {"on_failed_sample": policy, "max_attempt_failures": 1, "on_data_end": "wrap", "max_failed_groups": 50}
-    made = trainer(tmp_path, settings, reward_funcs=[short_runs.reward, brittle], max_steps=8)
-    made.train()
-
-    assert_trained(made.given, reference(made.batches))
-    assert {len(batch) for batch in made.batches} == {short_runs.GROUPS * N}
-    samples = [s for batch in made.batches for s in batch.samples]
-    assert all(sum(s.tokens.tolist()) % 12 for s in samples)
-    ledger = made.rollout_func.ledger
-    assert ledger["tokens"].balanced
-    assert ledger["tokens"].dropped["failed"] > 0
-    assert any(s.id.index >= N for s in samples) == (policy == "replace")
-    assert any(len(s.cohort) < 3 for s in samples) <= (policy == "shrink")
-    print(
-        f"\n{policy}: {ledger['tokens'].delivered} tokens trained, {ledger['tokens'].dropped['failed']} dropped, "
-        f"{sum(s.id.index >= N for s in samples)} responses in place of others, cohorts of "
-        f"{dict(Counter(len(s.cohort) for s in samples))}"
-    )
-
-
-def test_several_optimizer_steps_passes_and_evaluations(tmp_path: Path) -> None:
-    """Two passes, two iterations over each batch, evaluations between: as often as asked, by the same advantages."""
-    made = trainer(
-        tmp_path, per_device_train_batch_size=8, steps_per_generation=2, num_iterations=2,
-        gradient_accumulation_steps=1, num_train_epochs=2, held_out=tiny.dataset(8), eval_strategy="steps",
-        eval_steps=7, per_device_eval_batch_size=4,
-    )  # fmt: skip
-    made.train()
-
-    assert_trained(made.given, reference(made.batches), times=2)
-    rows = Counter(s.prompt.data["row"] for batch in made.batches for s in batch.samples)
-    assert rows == dict.fromkeys(range(short_runs.ROWS), 2 * N)
-    assert [row for row in made.state.log_history if "eval_reward" in row]
-    assert max(made.logprob_errors) <= 1e-3
-
-
-def test_dynamic_sampling_judges_the_first_k(tmp_path: Path) -> None:
-    """Groups whose first k have one reward are replaced; TRL logs the share that has nothing to be compared with."""
-
-    def even_rows(number: Any, completion_ids: Any, **columns: Any) -> list[float]:
-        return [0.0 if n % 2 else len(ids) // 60 for n, ids in zip(number, completion_ids, strict=True)]
-
-    changes: dict[str, Any] = {"reward_funcs": even_rows, "reward_weights": None, "max_steps": 6}
-    made = trainer(tmp_path, {"on_data_end": "wrap"}, filter=april.rewards_differ, **changes)
-    made.train()
-
-    samples = [s for batch in made.batches for s in batch.samples]
-    assert all(s.prompt.data["row"] % 2 == 0 for s in samples)
-    assert all(len({reward for _, reward in s.cohort}) > 1 for s in samples)
-    assert made.rollout_func.ledger["prompts"].dropped
-    logged = [row for row in made.state.log_history if "frac_reward_zero_std" in row]
-    alike = [np.mean([len({s.reward, *s.baseline_rewards.tolist()}) == 1 for s in b.samples]) for b in made.batches]
-    assert [float(row["frac_reward_zero_std"]) for row in logged] == pytest.approx(alike)
-
-
-def test_rewards_that_compare_responses_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One warning: alone, a response is no better than the average."""
-
-    def best(completion_ids: Any, **others: Any) -> list[float]:
-        lengths = [len(ids) for ids in completion_ids]
-        return [float(count == max(lengths)) for count in lengths]
-
-    with caplog.at_level(logging.WARNING, "april"):
-        trainer(tmp_path, reward_funcs=best, reward_weights=None, max_steps=2).train()
-    assert sum("must not compare responses with each other" in record.getMessage() for record in caplog.records) == 1

@@ -9,10 +9,9 @@ import pytest
 import short_runs
 import tiny
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-import april
 from april.adapters.trl.ranks import merged_copy, trains_tied_layers
 
 LOSSES = {
@@ -93,30 +92,12 @@ def test_evaluation_answers_the_rows_that_were_asked(tmp_path: Path) -> None:
     assert max(trainer.logprob_errors) <= 1e-3
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_gradient_checkpointing_changes_nothing(checkpointing: bool, tmp_path: Path) -> None:
-    """It meddles with the forward pass of the model from which the engine generates in place."""
-    trainer = short_runs.trainer(tmp_path, gradient_checkpointing=checkpointing, max_steps=3)
-    trainer.train()
-
-    assert max(trainer.logprob_errors) <= 1e-3
-
-
 def test_conversations(tmp_path: Path) -> None:
     """Prompts as messages go through the trainer's chat template, and rewards get messages."""
     trainer = short_runs.trainer(tmp_path, data=tiny.dataset(short_runs.ROWS, conversational=True), max_steps=2)
     trainer.train()
 
     assert sum(trainer.delivered.values()) == 2 * short_runs.GROUPS
-
-
-def test_bfloat16_autocast(tmp_path: Path) -> None:
-    """TRL's default on a GPU: the engine generates under the same autocast as the trainer's own forward pass."""
-    trainer = short_runs.trainer(tmp_path, bf16=True, max_steps=4)
-    trainer.train()
-
-    print(f"\nbf16: log-probabilities of the present weights differ by at most {max(trainer.logprob_errors):.1e}")
-    assert max(trainer.logprob_errors) <= 0.1
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16 autocast", "bfloat16"])
@@ -156,13 +137,6 @@ def test_peft(adapter: str, beta: float, tmp_path: Path) -> None:
     assert trainer.resumed
     assert max(trainer.stale_differences) > 1e-3  # the adapters have moved, and the old tokens have not
     assert max(trainer.logprob_errors) <= 1e-4
-
-
-def test_virtual_tokens_are_refused(tmp_path: Path) -> None:
-    """Prompt learning, when the trainer is made."""
-    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(april.ConfigError, match="of the kind prompt learning"):
-        short_runs.trainer(tmp_path, peft_config=prompts)
 
 
 # ---------------------------------------------------------------- what servers load of a PEFT model

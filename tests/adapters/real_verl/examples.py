@@ -13,7 +13,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from verl.utils.config import validate_config
 
-from april.adapters.verl.settings import require_verl, settings_of
+from april.adapters.verl.settings import settings_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "verl"
 
@@ -78,11 +78,6 @@ def test_what_stands_on_the_command_line_wins() -> None:
     made = settings_of(config)
     assert (made.config.max_staleness, made.config.refill) == (3, "sample")
     assert config.algorithm.rollout_correction.rollout_is == "sequence"
-
-
-def test_this_verl_has_what_the_adapter_builds_on() -> None:
-    """Version and signatures, as checked at the start of a run."""
-    require_verl()
 
 
 def test_the_reward() -> None:
