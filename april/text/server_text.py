@@ -22,6 +22,8 @@ _SHORTEST = 4
 """Fewest letters and digits of a key that is searched for in pieces; shorter keys are searched for literally."""
 _LAYERS = 4
 """Most nested layers of escapes that are decoded."""
+_CUT_CHARS = 1 << 10
+"""Number of characters at the end of a cut text that are not shown, as the beginning of a key may be among them."""
 _ESCAPE = re.compile(
     r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\u\{([0-9a-f]{1,6})\}|\\U([0-9a-f]{8})|%u([0-9a-f]{4})|%([0-9a-f]{2})"
     r"|=([0-9a-f]{2})|\\([0-7]{3})|(&#?[0-9a-z]{1,16};?)",
@@ -42,7 +44,6 @@ class _Key:
             # base64 encodes groups of 3 bytes and base32 of 5, so the letters depend on the key's place in its group
             written += [_inner(base64.b64encode, raw, 3, 4, before) for before in range(3)]
             written += [_inner(base64.b32encode, raw, 5, 8, before) for before in range(5)]
-        self.starts = tuple(w for w in written[:3])
         by_size: dict[int, set[str]] = {}
         for word in written:
             size = min(_PIECE, len(word))
@@ -87,14 +88,26 @@ def quoted(value: object, limit: int = 64) -> str:
 
 
 def without_keys(text: str, *, cut: bool = False) -> str:
-    """Return the text without the keys given to :func:`hide`; ``cut`` means that it was cut, perhaps within a key."""
+    """Return the text without the keys given to :func:`hide`; ``cut`` means that it was cut, perhaps within a key.
+
+    A text that contains an escaped key is not shown at all.
+    """
+    keys = list(_hidden.values())
     # merge the spans of all keys, because keys may overlap
-    spans = _merged([span for key in list(_hidden.values()) for span in _spans(text, key, cut)])
+    spans = _merged([span for key in keys for span in _spans(text, key)])
     parts, at = [], 0
     for start, end in spans:
         parts += [text[at:start], KEY_REPLACEMENT]
         at = end
-    return "".join(parts) + text[at:]
+    layer = shown = "".join(parts) + text[at:]
+    for _ in range(_LAYERS):
+        following = _ESCAPE.sub(_unescaped, layer)
+        if following == layer:
+            break
+        layer = following
+        if any(_contains(_plain(layer), key) for key in keys):
+            return KEY_REPLACEMENT
+    return shown[:-_CUT_CHARS] if cut else shown
 
 
 def _text_of(value: object) -> str:
@@ -117,63 +130,22 @@ def _inner(encode: Callable[[bytes], bytes], raw: bytes, group: int, letters: in
     return _plain(whole[-(-8 * before // bits) : 8 * (before + len(raw)) // bits])
 
 
-def _spans(text: str, key: _Key, cut: bool) -> list[tuple[int, int]]:
-    """Return the spans of the text that contain the key; each layer of escapes is decoded in turn."""
+def _contains(plain: str, key: _Key) -> bool:
+    return any(plain[i : i + n] in pieces for n, pieces in key.pieces.items() for i in range(len(plain) - n + 1))
+
+
+def _spans(text: str, key: _Key) -> Iterator[tuple[int, int]]:
+    """Yield the spans of the text that contain the key, or a piece of it."""
     if key.literal:
-        return [match.span() for match in re.finditer(re.escape(key.literal), text)]
-    found: list[tuple[int, int]] = []
-    layer, origin = text, None
-    for _ in range(_LAYERS):
-        plain = _plain(layer)
-        if cut or any(plain[i : i + n] in of for n, of in key.pieces.items() for i in range(len(plain) - n + 1)):
-            found += _found(layer, origin, key, cut)
-        if _ESCAPE.search(layer) is None:
-            break
-        undone = list(_unescape_layer(layer, origin))
-        following = "".join(c for c, _, _ in undone)
-        if following == layer:
-            break
-        layer, origin = following, [(start, end) for _, start, end in undone]
-    return found
-
-
-def _found(
-    layer: str, origin: list[tuple[int, int]] | None, key: _Key, cut: bool
-) -> Iterator[tuple[int, int]]:
-    """Yield the spans of the original text that contain a piece of the key."""
-    letters = [(c, i) for i, one in enumerate(layer) for c in one.casefold() if c.isalnum()]
+        yield from (match.span() for match in re.finditer(re.escape(key.literal), text))
+    if not _contains(_plain(text), key):
+        return
+    letters = [(c, i) for i, one in enumerate(text) for c in one.casefold() if c.isalnum()]
     plain = "".join(c for c, _ in letters)
-
-    def original(first: int, last: int) -> tuple[int, int]:
-        start, end = letters[first][1], letters[last][1]
-        return (start, end + 1) if origin is None else (origin[start][0], origin[end][1])
-
     for size, pieces in key.pieces.items():
         for i in range(len(plain) - size + 1):
             if plain[i : i + size] in pieces:
-                yield original(i, i + size - 1)
-    if cut:
-        for word in key.starts:
-            n = next((n for n in range(min(_PIECE, len(word)), 0, -1) if plain.endswith(word[:n])), 0)
-            if n:
-                yield original(len(plain) - n, len(plain) - 1)
-
-
-def _unescape_layer(layer: str, origin: list[tuple[int, int]] | None) -> Iterator[tuple[str, int, int]]:
-    """Decode one layer of escapes; yields each character with its span in the original text."""
-
-    def original(start: int, end: int) -> tuple[int, int]:
-        return (start, end) if origin is None else (origin[start][0], origin[end - 1][1])
-
-    at = 0
-    for match in _ESCAPE.finditer(layer):
-        for i in range(at, match.start()):
-            yield layer[i], *original(i, i + 1)
-        at = match.end()
-        for c in _unescaped(match):
-            yield c, *original(match.start(), at)
-    for i in range(at, len(layer)):
-        yield layer[i], *original(i, i + 1)
+                yield letters[i][1], letters[i + size - 1][1] + 1
 
 
 def _unescaped(match: re.Match[str]) -> str:
