@@ -188,11 +188,9 @@ class RequestLog:
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[tuple[str, deque[EndedRequest]]]:
-        """Iterate over (engine name, its latest ended requests)."""
         return iter(self._ended.items())
 
     def count(self, engine: str) -> int:
-        """Return the number of requests that have ended at this engine so far."""
         return self._counts.get(engine, 0)
 
     def take_sums(self) -> dict[str, RequestSums]:
