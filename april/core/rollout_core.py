@@ -121,13 +121,10 @@ OPEN, LEASED = GroupState.OPEN, SampleState.LEASED
 
 
 class RolloutCore:
-    """Schedules the rollouts of one trainer over any number of engines.
+    """Schedules the rollouts of one trainer over any number of engines, at least one at the start.
 
-    Args:
-        settings: settings of the run, already checked.
-        engines: limits of the engines, at least one.
-        clock: clock with the current policy version; None starts at version 0.0.
-        check: True to run :meth:`validate` after every event; for tests, as it is slow with many samples.
+    Without a ``clock``, the policy version is 0.0. ``check`` runs :meth:`validate` after every event; it is for tests,
+    as that is slow with many samples.
     """
 
     def __init__(

@@ -64,16 +64,13 @@ from april.errors import CheckpointError, InvariantError
 
 
 def take(core: RolloutCore, trained_through: int | None) -> State:
-    """Return the state of ``core`` as a snapshot, without changing the core.
+    """Return the state of ``core`` as a snapshot, at any time and without changing the core.
 
-    Args:
-        core: core to save, at any time, also in the middle of a step.
-        trained_through: id of the last batch that the trainer's checkpoint was trained on; -1 if there is none, None
-            for the last committed batch. Later batches that were delivered will be delivered again. Each uncommitted
-            batch that the checkpoint was trained on adds one weight update to the saved version.
+    ``trained_through`` is the id of the last batch that the trainer's checkpoint was trained on; -1 if there is none,
+    None for the last committed batch. Later batches that were delivered will be delivered again. Each uncommitted batch
+    that the checkpoint was trained on adds one weight update to the saved version.
 
-    Raises:
-        CheckpointError: there is no such batch, or a later batch is already committed.
+    Raises CheckpointError if there is no such batch, or a later batch is already committed.
     """
     return Freezer(core).finish(trained_through)()
 
