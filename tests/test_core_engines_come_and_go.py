@@ -113,12 +113,8 @@ def test_an_engine_that_has_more_joins_and_promises_stay() -> None:
     table.leave("a")
     promised = table.max_context, table.vocab_size, table.eos_token_ids, table.logprob_kind
     assert promised == (4096, 2**31 - 1, frozenset((1, 2)), "raw")
-
-
-def test_where_kinds_are_mixed_any_joins() -> None:
-    """Batches say so already."""
-    table = EngineTable([A, replace(B, logprob_kind="raw")], FIRST_VERSION)
-    assert table.unfit(replace(C, logprob_kind="processed")) is None
+    mixed = EngineTable([A, replace(B, logprob_kind="raw")], FIRST_VERSION)
+    assert mixed.unfit(replace(C, logprob_kind="processed")) is None  # batches say so already
 
 
 # ---------------------------------------------------------------- with which weights

@@ -164,21 +164,6 @@ def test_one_that_is_asked_for_after_the_update_that_mends_the_weights_waits_for
     assert isinstance(m.results[mended], do.EvaluationDone)
 
 
-def test_refusals_and_rests_are_those_of_the_engine() -> None:
-    """An evaluation's refusals make rests and caps, its requests that end in order recover them."""
-    m = Machine(places=8)
-    m.evaluates(4, 2)
-    theirs = [i for i in m.of(evaluation=True) if m.in_flight[i].engine == "b"]
-    state = m.core.engines.states["b"]
-    (rest,) = timers(m.fail(m.in_flight[theirs[0]], kind=AttemptFailure.BUSY), TimerKind.REST)
-    assert (state.rests, state.cap.value, state.resting) == (1, 3, True)
-    assert not m.core.counters["busy_refusals"]
-    m.fire(rest)
-    assert not state.resting
-    m.end(theirs[1])
-    assert state.rests == 0
-
-
 def test_one_without_an_engine_that_could_come_back_fails_at_once() -> None:
     """No update comes before its end: with other weights everywhere it waits for nothing, with a probe it waits."""
     m = Machine()

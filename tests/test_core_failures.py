@@ -258,18 +258,6 @@ def test_function_that_returns_when_its_group_was_just_given_up_is_late() -> Non
     assert m.post(ev.CallMade(SampleId(0, 0), m.sampling)) == []
 
 
-def test_fenced_attempt_is_not_asked_to_end_once_more() -> None:
-    """Two fences at once, the first of which gives up the group: the other attempt is accounted for already."""
-    m, ids = silent_siblings()
-    m.post(ev.PauseRequested())
-    for attempt_id in ids:
-        m.post(ev.AttemptStalled(attempt_id))
-    commands = fire_last(m)
-    assert [c.attempt_ids for c in commands if isinstance(c, do.Fence)] == [tuple(ids)]
-    assert not [c for c in commands if isinstance(c, do.Abort)]
-    assert (m.core.counters["aborted_attempts"], m.core.aborts.pending) == (2, 0)
-
-
 def test_abort_that_joins_a_running_timer_has_its_whole_deadline() -> None:
     """The timer of an earlier abort may fire at once; no engine is quarantined for that."""
     m, (first, second) = silent_siblings(abort_resend_s=1.0)

@@ -145,3 +145,11 @@ def test_failed_rewards_of_a_group_that_is_scored_anew_are_asked_for_again(how: 
     m.post(ev.Scored(0, [(0, 5.0), (1, 6.0)]))
     m.finish_aborts()
     assert [s.reward for s in m.batches[-1].samples] == [5.0, 6.0]
+
+
+def test_rewards_that_come_twice_change_nothing() -> None:
+    """A group that is complete keeps the rewards that completed it, and that its filter has seen."""
+    m = two_groups()
+    m.post(ev.Scored(0, [(0, 7.0), (1, float("nan"))]))
+    assert [m.sample(0, i).reward for i in range(2)] == [0.0, 0.125]
+    assert m.core.counters["late_events"] == 2

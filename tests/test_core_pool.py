@@ -164,15 +164,6 @@ def test_a_request_that_a_server_with_other_weights_refuses_costs_nothing() -> N
 # ---------------------------------------------------------------- affinity
 
 
-def test_a_sample_goes_back_to_its_cached_prefix_while_the_weights_stay() -> None:
-    """After a pause for an evaluation it continues where its keys and values are, though that engine is fuller."""
-    m = asked(n=5, engines=TWO)
-    before = {x.sample.id for x in m.in_flight.values() if x.engine == "a"}
-    paused(m)
-    m.post(ev.Resumed())
-    assert {x.sample.id for x in m.in_flight.values() if x.engine == "a"} == before
-
-
 def test_after_a_weight_update_the_least_loaded_engine_goes_first() -> None:
     """Caches are empty then: who had the prefix does not matter."""
     m = asked(n=2, engines=(A, B, C))

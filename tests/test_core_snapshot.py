@@ -17,6 +17,7 @@ from april.core.ledger import DropReason
 from april.core.sampling import SamplingParams
 from april.core.settings import CoreSettings, EngineLimits
 from april.core.types import OnStale, SampleState
+from april.core.versions import PolicyVersion
 from april.errors import CheckpointError
 
 State = dict[str, Any]
@@ -82,7 +83,7 @@ def test_ids_of_the_two_processes_never_meet(index: int) -> None:
         again = restored(state, settings(n=1, samples=1, over=2, run_id=run * index))
         again.ask()
         assert seen.isdisjoint(again.in_flight)
-        assert {len(i) for i in again.in_flight} == {32}
+        assert {(len(i), i[:16]) for i in again.in_flight} == {(32, f"{run * index:016x}")}
         if index:
             seen |= set(again.in_flight)
 
@@ -106,6 +107,18 @@ def test_a_batch_that_is_out_is_collected_in_parts(monkeypatch: pytest.MonkeyPat
         pass
     monkeypatch.setattr(snapshot, "_frozen", lambda group: pytest.fail(f"group {group.id} is collected at the end"))
     assert freezer.finish(-1)() == state
+
+
+def test_batch_that_was_trained_is_not_delivered_again() -> None:
+    """trained_through names a leased batch: it is settled, and the version is that of the update that follows it."""
+    m = one_step()
+    again = restored(save(m, trained_through=0))
+    assert (again.core.clock.current, again.core.prompts.delivered) == (PolicyVersion(1, 1), 1)
+    again.step(random.Random(0))
+    assert again.batches[0].id == 1
+    assert again.delivered() != m.delivered()
+    (carried,) = again.batches[0].samples
+    assert carried.staleness == (1 if carried.attempts > 1 else 0)
 
 
 def test_trained_through_takes_what_is_held_and_refuses_the_rest() -> None:

@@ -168,22 +168,6 @@ def test_nothing_is_asked_about_a_group_that_the_same_event_puts_aside(of: str) 
     assert not [c for c in m.commands[asked:] if isinstance(c, (do.ScoreGroup, do.JudgeGroup))]
 
 
-def test_an_update_in_the_middle_of_a_round_lets_it_begin_again() -> None:
-    """Nothing is carried over weights, whenever they change."""
-    m = machine(9)
-    m.ask()
-    for attempt in list(m.in_flight.values()):
-        m.tokens(attempt.id, 2)
-    m.post(ev.PauseRequested())
-    m.finish_aborts()
-    m.update()
-    m.post(ev.Resumed())
-    assert m.dropped == {"stale": 8 * 2}
-    m.finish(2, 3)
-    m.finish_aborts()
-    assert {s.staleness for s in m.batches[0].samples} == {0}
-
-
 def restored(m: CoreMachine, **changes: object) -> CoreMachine:
     """A new process with the state of this one."""
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot.take(m.core, None)))

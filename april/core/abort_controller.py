@@ -36,7 +36,6 @@ class AbortController:
         return attempt_id in self._pending
 
     def new(self, attempts: Iterable[Attempt]) -> list[Attempt]:
-        """Return the attempts whose abort was not sent yet."""
         pending = self._pending
         return [attempt for attempt in attempts if attempt.id not in pending]
 
@@ -54,7 +53,6 @@ class AbortController:
         return commands
 
     def ended(self, attempt_id: str) -> None:
-        """Stop tracking an attempt that has ended."""
         self._pending.pop(attempt_id, None)
 
     def timer_fired(self, timer: Timer, in_flight: dict[str, int]) -> tuple[list[Command], list[Attempt]]:

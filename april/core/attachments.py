@@ -71,7 +71,6 @@ class Placed:
 
     @property
     def end(self) -> int:
-        """Position of the first token after the attachment."""
         return self.at + self.count
 
 
@@ -102,7 +101,6 @@ def joined(extras: Extras, more: Extras) -> Extras:
 
 
 def first_rows(extras: Extras, count: int) -> Extras:
-    """Return the first ``count`` rows of each array."""
     return {name: rows[:count] for name, rows in extras.items()} if rows_of(extras) > count else extras
 
 

@@ -37,7 +37,6 @@ class CompletionMonitor:
 
     @property
     def ready(self) -> int:
-        """Number of complete units that wait for delivery."""
         return len(self._ready)
 
     def __iter__(self) -> Iterator[Unit]:
@@ -78,7 +77,6 @@ class CompletionMonitor:
         return True
 
     def accept(self, unit: Unit) -> None:
-        """Count a unit that has become complete."""
         self._ready[id(unit)] = unit
         if unit.slack < len(self._ready_by_slack):
             self._ready_by_slack[unit.slack] += 1

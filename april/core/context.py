@@ -162,7 +162,6 @@ class CoreContext:
         group.since = self.event_number
 
     def note(self, sample: Sample, what: str) -> None:
-        """Add a line to the sample's log without a change of state."""
         self.log.append((self.event_number, *sample.id, what))
 
     def story(self, sample: SampleId) -> str:
@@ -172,11 +171,9 @@ class CoreContext:
         return "\n".join([f"history of {sample}:", *(lines or ["  nothing remembered"])])
 
     def impossible_event(self, sample: SampleId, what: str) -> InvariantError:
-        """Return the error for an impossible event of this sample, with the sample's log."""
         return InvariantError(f"{sample} {what}; {self.story(sample)}")
 
     def start_timer(self, kind: TimerKind, seconds: float, engine: str = "", why: str = "") -> int:
-        """Start a timer and return its number."""
         self.last_timer += 1
         self.out.append(StartTimer(Timer(kind, self.last_timer, engine), seconds, why))
         return self.last_timer

@@ -133,7 +133,6 @@ def raw_logprobs(remedy: str, *flags: str) -> Limit:
 
 
 def no_experts(remedy: str, *flags: str) -> Limit:
-    """Return the limit that a server does not return which experts its model chose."""
     consequence = "The server does not return which experts the model chose for each token (extras: routed_experts)"
     return Limit(LimitCode.NO_EXPERTS, consequence, remedy, flags)
 
@@ -144,7 +143,6 @@ def unknown_eos(
         "them: april relies on the server to end responses"
     ),
 ) -> Limit:
-    """Return the limit that april does not know the ids of the tokens that end a response."""
     remedy = "set engine.eos_token_ids (eos_token_id of the model's generation_config.json)"
     return Limit(LimitCode.UNKNOWN_EOS, consequence, remedy)
 

@@ -54,7 +54,6 @@ class EngineRecovery:
             context.stop([a for a in context.attempts.in_flight.values() if a.engine == event.engine])
 
     def left(self, event: ev.EnginesLeft) -> None:
-        """Remove engines that have left."""
         self._remove(event.names)
 
     def _remove(self, names: Sequence[str]) -> None:

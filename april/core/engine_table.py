@@ -157,12 +157,10 @@ class LeastLoaded:
         engine.update_load()
 
     def leave(self, engine: EngineState) -> None:
-        """Remove an engine."""
         del self._engines[engine.place]
         engine.queue = engine.load = None
 
     def push(self, load: int, place: int) -> None:
-        """Record a new load of the engine at ``place``."""
         heapq.heappush(self._heap, load << PLACE_BITS | place)
         if len(self._heap) > 8 * len(self._engines) + SPARE_ENTRIES:
             self._heap = sorted(entry for entry in set(self._heap) if self._engine(entry) is not None)
@@ -490,7 +488,6 @@ class EngineTable:
         return f"call weight_update, for which {', '.join(well)} {'wait' if well[1:] else 'waits'},"
 
     def in_flight(self) -> dict[str, int]:
-        """Return the number of attempts in flight per engine."""
         return {name: s.in_flight for name, s in self.states.items()}
 
     def metrics(self, in_flight: dict[str, int], version: PolicyVersion) -> dict[str, float]:

@@ -42,7 +42,6 @@ class Evaluations:
         self._context.evaluations[event.evaluation] = Evaluation(request=event, after_update=behind)
 
     def cancelled(self, event: EvaluationCancelled) -> None:
-        """Fail an evaluation that was cancelled, unless it has ended already."""
         if evaluation := self._context.evaluations.get(event.evaluation):
             evaluation.fail("it was cancelled")
 

@@ -31,7 +31,6 @@ class ObservedCore:
         self._core, self._observers = core, tuple(observers)
 
     def handle(self, event: Event, /) -> list[Command]:
-        """Let the core handle one event, calling the observers before and after."""
         for observer in self._observers:
             observer.before(event)
         try:
@@ -48,13 +47,7 @@ class ObservedCore:
 class EventPump:
     """Handles events in the order of posting; the commands of each are executed before the next event.
 
-    Args:
-        core: core that handles the events.
-        executors: functions that execute commands, for each command type.
-        observers: observers that are called around each event.
-
-    Raises:
-        TypeError: a command type has no executor.
+    ``executors`` has the function that executes commands, for each command type; TypeError if one is missing.
     """
 
     def __init__(
@@ -103,9 +96,6 @@ class EndedRequest(NamedTuple):
     """Record of a request that has ended.
 
     Attributes:
-        engine: name of the engine.
-        sample: id of the sample.
-        evaluation: True if the request belonged to an evaluation.
         age: number of weight updates between the oldest generated token sent and the sending; 0 without such a token.
         began_s, ended_s: times of sending and end, in seconds of the log's clock.
         context: number of tokens sent: prompt and response so far.
@@ -124,17 +114,12 @@ class EndedRequest(NamedTuple):
 
 @dataclass(slots=True)
 class RequestSums:
-    """Sums over the training requests of one engine.
-
-    Attributes:
-        generated: number of tokens received.
-        context: number of tokens sent.
-        resident: number of tokens in key-value memory, summed over the decode steps of all requests.
-    """
+    """Sums over the training requests of one engine; ``generated`` and ``context`` as in :class:`EndedRequest`."""
 
     generated: int = 0
     context: int = 0
     resident: float = 0.0
+    """Number of tokens in key-value memory, summed over the decode steps of all requests."""
 
     def add(self, ran: EndedRequest) -> None:
         count = ran.generated
@@ -144,12 +129,7 @@ class RequestSums:
 
 
 class RequestLog:
-    """Observer that records when each request was sent, when it ended, and how many tokens it returned.
-
-    Args:
-        core: core whose requests are recorded.
-        now: clock function that returns seconds.
-    """
+    """Observer that records when each request was sent, when it ended (seconds of ``now``), and its tokens."""
 
     def __init__(self, core: RolloutCore, now: Callable[[], float]) -> None:
         self._core, self._now = core, now
@@ -188,11 +168,9 @@ class RequestLog:
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[tuple[str, deque[EndedRequest]]]:
-        """Iterate over (engine name, its latest ended requests)."""
         return iter(self._ended.items())
 
     def count(self, engine: str) -> int:
-        """Return the number of requests that have ended at this engine so far."""
         return self._counts.get(engine, 0)
 
     def take_sums(self) -> dict[str, RequestSums]:

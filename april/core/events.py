@@ -126,7 +126,6 @@ class AttemptFailed(Event, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, attempt: Attempt, error: str, kind: AttemptFailure = AttemptFailure.BROKE_OFF, **how: Any) -> Self:
-        """Return the event for the failure of this attempt, with the counts of its tape."""
         return cls(attempt_id=attempt.id, error=error, kind=kind, **how, counts=attempt.counts())
 
 

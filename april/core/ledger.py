@@ -53,17 +53,14 @@ class Ledger:
     dropped: Counter[DropReason] = field(default_factory=Counter)
 
     def observe(self, count: int) -> None:
-        """Count tokens or prompts that april has received and now holds."""
         self.observed += count
         self.held += count
 
     def deliver(self, count: int) -> None:
-        """Count held tokens or prompts that were delivered to the trainer."""
         self.held -= count
         self.delivered += count
 
     def drop(self, count: int, reason: DropReason) -> None:
-        """Count held tokens or prompts that were dropped for ``reason``."""
         self.held -= count
         self.dropped[reason] += count
 

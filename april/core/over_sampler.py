@@ -63,7 +63,6 @@ class OverSampler:
 
     @property
     def waiting(self) -> int:
-        """Number of samples and calls in both queues."""
         return self.training.waiting + self.evaluations.waiting
 
     def push(self, work: Sample | GenerateCall) -> None:
@@ -85,11 +84,6 @@ class OverSampler:
             queue = self.training if sample.evaluation is None else self.evaluations
             queue.waiting -= 1
             queue.calls_waiting -= work is not sample
-
-    def requeue(self, work: Sample | GenerateCall) -> None:
-        """Queue a sample or call again after it became urgent."""
-        self.forget(work)
-        self.push(work)
 
     def extended(self, event: SourceExtended) -> None:
         """Allow drawing again after the source of prompts got more of them."""

@@ -39,7 +39,6 @@ class Leases:
         self._generated = self._stale = self._oldest = 0
 
     def __len__(self) -> int:
-        """Return the number of batches that are out."""
         return len(self.batches)
 
     @property
@@ -65,7 +64,6 @@ class Leases:
 
     @property
     def current(self) -> PolicyVersion:
-        """The present policy version."""
         return self._clock.current
 
     def age(self, version: PolicyVersion) -> int:
@@ -168,7 +166,6 @@ class PartialBuffer:
         return iter(self.groups.values())
 
     def add(self, group: Group) -> None:
-        """Add the group of a drawn prompt."""
         self.groups[group.id] = group
         self.units += 1 if self._whole_groups else group.held
 
@@ -211,7 +208,6 @@ class PartialBuffer:
         return any(group.put_aside for group in present) if present else len(self.aside) >= self.batch
 
     def change_held_count(self, group: Group, by: int) -> None:
-        """Change the number of held samples of a group by ``by``."""
         group.held += by
         group.oldest_known = False
         if not self._whole_groups:
@@ -234,7 +230,6 @@ class PartialBuffer:
 
     @property
     def extras_bytes(self) -> int:
-        """Bytes of all held rows of extras."""
         if not self.settings.extras:
             return 0
         return sum(rows.nbytes for s in self.samples() for chain in s.chains for rows in chain.extras.values())

@@ -21,11 +21,8 @@ class Places:
     ignore the reservations of training. They have places of their own in addition to training's ``total``, and may also
     use the places that training leaves free.
 
-    Args:
-        total: number of places of training.
-        share: number of places that only evaluations take, as a share of ``total``. Also the share of the requests in
-            flight up to which evaluations go before training when the engines are full.
-        attempts: the requests in flight.
+    ``share`` is the number of places that only evaluations take, as a share of ``total``. It is also the share of the
+    requests in flight up to which evaluations go before training when the engines are full.
     """
 
     def __init__(self, total: int, share: float, attempts: AttemptBook) -> None:

@@ -124,13 +124,10 @@ OPEN, LEASED = GroupState.OPEN, SampleState.LEASED
 
 
 class RolloutCore:
-    """Schedules the rollouts of one trainer over any number of engines.
+    """Schedules the rollouts of one trainer over any number of engines, at least one at the start.
 
-    Args:
-        settings: settings of the run, already checked.
-        engines: limits of the engines, at least one.
-        clock: clock with the current policy version; None starts at version 0.0.
-        check: True to run :meth:`validate` after every event; for tests, as it is slow with many samples.
+    Without a ``clock``, the policy version is 0.0. ``check`` runs :meth:`validate` after every event; it is for tests,
+    as that is slow with many samples.
     """
 
     def __init__(
@@ -264,7 +261,6 @@ class RolloutCore:
             raise InvariantError(f"{error}\n{self!r}") from None
 
     def story(self, sample_id: SampleId) -> str:
-        """Return what happened to a sample as text, one line per change."""
         return self.context.story(sample_id)
 
     def observed_tokens(self) -> int:
@@ -768,11 +764,11 @@ class RolloutCore:
         for key in list(itertools.islice(self._unmarked, MOST_SAMPLES)):
             for sample in self._unmarked.pop(key).members:
                 sample.urgent = True
-                if sample.ticket:
-                    self.over_sampler.requeue(sample)
-                for chain in sample.chains:
-                    if chain.calls and chain.calls[-1].ticket:
-                        self.over_sampler.requeue(chain.calls[-1])
+                works: list[Sample | GenerateCall] = [sample, *(c.calls[-1] for c in sample.chains if c.calls)]
+                for work in works:
+                    if work.ticket:  # it is queued, and goes further to the front now
+                        self.over_sampler.forget(work)
+                        self.over_sampler.push(work)
         if self._unmarked and not self._continues:
             self._continue_later()
 

@@ -126,20 +126,13 @@ class SampleCalls:
         assert replay is not None
         starts = [call.start for call in replay.calls]
         starts += [] if replay.open_start is None else [replay.open_start]
+        asked = token_ids[: self._max_length(chain, attached)]  # as the call was cut when its start was recorded
         for received, start in enumerate(starts):
-            if self._repeats_call_at(chain, token_ids, start, attached):
+            if len(asked) == len(chain.prompt) + start and chain.is_prefix_of(asked, start, attached):
                 return received
         if replay.open_start is None and replay.calls and chain.is_prefix_of(token_ids, replay.calls[-1].end, attached):
             return len(starts)
         return None
-
-    def _repeats_call_at(self, chain: Chain, token_ids: Int32, start: int, attached: Sequence[Placed]) -> bool:
-        """Return True if a call with these tokens repeats the recorded call that began at response token ``start``.
-
-        It does if the tokens, cut to the maximum length, equal the prompt and the first ``start`` response tokens.
-        """
-        asked = token_ids[: self._max_length(chain, attached)]
-        return len(asked) == len(chain.prompt) + start and chain.is_prefix_of(asked, start, attached)
 
     def _max_length(self, chain: Chain, attached: Sequence[Placed]) -> int:
         """Return the maximum length of the chain, prompt included; no attachment is split at this limit."""

@@ -42,7 +42,6 @@ class Packed:
 
     @property
     def whole(self) -> Any:
-        """All numbers as one array."""
         return self.arrays[0] if len(self.arrays) == 1 else np.concatenate(self.arrays)
 
     def plain(self) -> bytes | list[bytes] | None:
@@ -234,10 +233,8 @@ def values_out(values: Extras) -> dict[str, Any]:
 
 
 def values_in(values: Mapping[str, Any]) -> Extras:
-    """Return the arrays that :func:`values_out` converted."""
     return {name: np.array(table, np.float32) for name, table in values.items()}
 
 
 def bare(attached: Iterable[Placed]) -> tuple[Placed, ...]:
-    """Return the attachments without their contents."""
     return tuple(replace(p, attachment=replace(p.attachment, data=None, path="")) for p in attached)

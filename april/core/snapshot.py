@@ -64,16 +64,13 @@ from april.errors import CheckpointError, InvariantError
 
 
 def take(core: RolloutCore, trained_through: int | None) -> State:
-    """Return the state of ``core`` as a snapshot, without changing the core.
+    """Return the state of ``core`` as a snapshot, at any time and without changing the core.
 
-    Args:
-        core: core to save, at any time, also in the middle of a step.
-        trained_through: id of the last batch that the trainer's checkpoint was trained on; -1 if there is none, None
-            for the last committed batch. Later batches that were delivered will be delivered again. Each uncommitted
-            batch that the checkpoint was trained on adds one weight update to the saved version.
+    ``trained_through`` is the id of the last batch that the trainer's checkpoint was trained on; -1 if there is none,
+    None for the last committed batch. Later batches that were delivered will be delivered again. Each uncommitted batch
+    that the checkpoint was trained on adds one weight update to the saved version.
 
-    Raises:
-        CheckpointError: there is no such batch, or a later batch is already committed.
+    Raises CheckpointError if there is no such batch, or a later batch is already committed.
     """
     return Freezer(core).finish(trained_through)()
 
@@ -122,7 +119,6 @@ class Freezer:
         return bool(left)
 
     def close(self) -> None:
-        """Stop recording which groups change."""
         changed = self._core.context.changed
         changed[:] = [numbers for numbers in changed if numbers is not self._changed]
 
@@ -180,7 +176,7 @@ class Freezer:
             for number, group in groups.items()
         }
         # attempts without tokens add nothing; engines that do not stream return all tokens at the end of a request
-        attempts = [(a, a.drop_reason, a.tape.freeze()) for a in core.attempts.values() if a.tape.parsed]
+        attempts = [(a, a.drop_reason, a.tape.copy()) for a in core.attempts.values() if a.tape.parsed]
         return partial(_state_of, saved, set(core.buffer.groups), [sample.id for sample in again], frozen, attempts)
 
 
@@ -245,16 +241,13 @@ def _chain_out(chain: Chain, prompt: Prompt) -> SavedChain:
 
 def _state_of(
     saved: SavedCore, held: Collection[int], again: Sequence[SampleId], groups: dict[int, _Frozen],
-    attempts: Iterable[tuple[Attempt, DropReason | None, tuple[Any, ...]]],
+    attempts: Iterable[tuple[Attempt, DropReason | None, AttemptTape]],
 ) -> State:  # fmt: skip
     """Return the snapshot of what a :class:`Freezer` has collected.
 
-    Args:
-        saved: the saved core, without groups and attachments.
-        held: numbers of the groups in the buffer; all other groups were delivered and will be delivered again.
-        again: delivered samples that will be delivered again after a restart.
-        groups: all groups, by number; this function empties it.
-        attempts: requests in flight (not of evaluations), each with its drop reason and the fields of its tape.
+    ``saved`` is the saved core without groups and attachments, ``groups`` all groups by number (emptied here), and
+    ``held`` has the numbers of those in the buffer; the others have only samples in ``again``, which will be delivered
+    once more.
     """
     for number, index in again:
         sample = groups[number].group.samples[index]
@@ -265,8 +258,8 @@ def _state_of(
     first = dict.fromkeys(number for number, _ in saved.order)
     saved.prompts.delivered -= sum(number not in held for number in first)
     # tokens of attempts in flight are in no ledger yet; in the snapshot they count as observed
-    for attempt, drop_reason, fields_of_tape in attempts:
-        tape = AttemptTape.of_frozen(*fields_of_tape).sure()
+    for attempt, drop_reason, copied in attempts:
+        tape = copied.sure()
         if drop_reason is None and attempt.constrained and not tape.stopped:
             drop_reason = DropReason.CUT_GRAMMAR  # engines cannot continue within a grammar: the call begins again
         saved.tokens.observe(tape.parsed)

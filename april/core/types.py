@@ -9,7 +9,7 @@ samples that make it complete.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -312,8 +312,12 @@ class Chain:
     @property
     def repeatable_calls(self) -> Replay | None:
         """The calls that the function would repeat if it were restarted now; None if it has made no calls."""
-        call = self.open_call
-        return repeatable_calls(self.calls, None if call is None else call.start, self.replay)
+        repeated = deque(call.result for call in self.calls if call.result is not None)
+        open_start = None if self.open_call is None else self.open_call.start
+        if self.replay is not None:
+            repeated += self.replay.calls
+            open_start = self.replay.open_start
+        return Replay(repeated, open_start) if repeated or open_start is not None else None
 
     @property
     def turns(self) -> tuple[tuple[int, int], ...]:
@@ -358,21 +362,6 @@ class Chain:
             and np.array_equal(token_ids[at : at + end], self.tape.tokens[:end])
             and (not (attached or self.attached) or before(attached, at + end) == before(self.attached, at + end))
         )
-
-
-def repeatable_calls(calls: Iterable[GenerateCall], open_start: int | None, replay: Replay | None) -> Replay | None:
-    """Return the calls that a restarted function would repeat; None if there are none.
-
-    Args:
-        calls: calls that the function has made; calls that are not done are left out.
-        open_start: start of the function's open call; None if there is none.
-        replay: calls that the function still has to repeat, if it was restarted before; otherwise None.
-    """
-    repeated = deque(c.result for c in calls if c.result is not None)
-    if replay is not None:
-        repeated += replay.calls
-        open_start = replay.open_start
-    return Replay(repeated, open_start) if repeated or open_start is not None else None
 
 
 @dataclass(slots=True, eq=False)
@@ -489,7 +478,6 @@ class Attempt:
 
     @property
     def constrained(self) -> bool:
-        """True if a grammar decides which tokens may be sampled."""
         return bool(self.request.sampling.grammar)
 
     @property
@@ -574,7 +562,6 @@ class Sample:
 
     @property
     def open_calls(self) -> list[GenerateCall]:
-        """The generate calls that are not complete yet."""
         return [calls[-1] for chain in self.chains if (calls := chain.calls) and calls[-1].state is not DONE]
 
     @property
@@ -715,15 +702,11 @@ class Group:
         """The first ``quorum`` samples to finish, sorted by index; these are passed to the filter."""
         return [self.samples[i] for i in sorted(self.finishers[: self.quorum])]
 
-    @property
-    def cohort_rewards(self) -> tuple[tuple[int, float], ...]:
-        """(index, reward) of the first ``quorum`` samples to finish, in the order of finishing, for :attr:`cohort`."""
-        return tuple((i, self.samples[i].reward) for i in self.finishers[: self.quorum])
-
     def fix_cohort(self) -> None:
         """Set the cohort, from which all baselines are computed, to the first ``quorum`` samples that finished."""
-        self.cohort = self.cohort_rewards
-        self.cohort_values = cohort_values(self.samples[i].row_rewards for i in self.finishers[: self.quorum])
+        first = self.finishers[: self.quorum]
+        self.cohort = tuple((i, self.samples[i].reward) for i in first)
+        self.cohort_values = cohort_values(self.samples[i].row_rewards for i in first)
 
     @property
     def members(self) -> list[Sample]:

@@ -54,7 +54,6 @@ class VersionClock:
     """For each past incarnation, the ``n`` of the checkpoint from which the next incarnation began."""
 
     def advance(self) -> PolicyVersion:
-        """Count a weight update."""
         self.current = PolicyVersion(self.current.incarnation, self.current.n + 1)
         return self.current
 

@@ -107,7 +107,6 @@ class EngineCalls:
         )  # fmt: skip
 
     def resume(self, name: str) -> None:
-        """Let an engine admit requests again."""
         self._context.engines.states[name].gate = EngineGate.OPENING
         within_s = self._context.settings.abort_deadline_s
         self._context.out.append(do.ResumeEngine(name, self._next_number(name), within_s))
@@ -145,7 +144,6 @@ class EngineCalls:
         self._changes_at_probe.pop(name, None)
 
     def probe(self, name: str) -> None:
-        """Send a health probe to an engine."""
         self._number += 1
         self._context.engines.states[name].open_probe = self._number
         self._changes_at_probe[name] = self.weight_changes, self.step_changes
@@ -242,7 +240,6 @@ class WeightUpdates:
 
     @property
     def running(self) -> bool:
-        """True if an update has begun and has not ended."""
         return self.phase is not IDLE
 
     @property
@@ -316,7 +313,6 @@ class WeightUpdates:
     # ---------------------------------------------------------------- requests and joining engines
 
     def requested(self, event: ev.UpdateRequested) -> None:
-        """Queue an update."""
         self._requests.append(event)
 
     def cancelled(self, event: ev.UpdateCancelled) -> None:
@@ -401,10 +397,13 @@ class WeightUpdates:
         elif event.error is None:
             self._leave_out_unsent(event.not_given or ())
             self._load()
-        elif event.not_given is None:
-            self._transfer_broke_off(event.error)
         else:
-            self._sent_to_none(event.error, event.not_given)
+            if event.not_given is None:
+                self._transfer_broke_off(event.error)
+            else:
+                self._sent_to_none(event.error, event.not_given)
+            self._failed, self._why = TRANSFER, ""
+            self._resume()
 
     def restored(self, event: ev.Restored) -> None:
         """Adopt the version of the saved state, which the core now holds."""
@@ -475,7 +474,7 @@ class WeightUpdates:
             self._hand_over()
 
     def _transfer_broke_off(self, why: str) -> None:
-        """End an update whose transfer broke off; servers may hold a part of the new weights and must not generate."""
+        """Record that a transfer broke off; servers may hold a part of the new weights and must not generate."""
         self._written = True
         states = self._context.engines.states.values()
         own = [state for state in states if state.limits.remote or state.limits.own_weights]
@@ -486,8 +485,6 @@ class WeightUpdates:
                 f"the last transfer of weights was interrupted ({why}), so april does not know which weights the "
                 "servers have; call weight_update again before the next batch"
             )
-        self._failed, self._why = TRANSFER, ""
-        self._resume()
 
     def _leave_out_unsent(self, failures: Sequence[ev.TransferFailure]) -> None:
         """Leave out the engines that did not get the weights that all others got."""
@@ -501,7 +498,7 @@ class WeightUpdates:
             self._left_out.add(name)
 
     def _sent_to_none(self, why: str, failures: Sequence[ev.TransferFailure]) -> None:
-        """End an update that reached no engine; engines that hold a part of the new weights must not generate."""
+        """Record that a transfer reached no engine; engines that hold a part of the new weights must not generate."""
         states, current = self._context.engines.states, self._context.clock.current
         partial = [failure for failure in failures if failure.torn]
         for failure in partial:
@@ -514,8 +511,6 @@ class WeightUpdates:
                 f"the last transfer of weights was interrupted ({why}), and no engine has complete weights; call "
                 "weight_update again before the next batch"
             )
-        self._failed, self._why = TRANSFER, ""
-        self._resume()
 
     def _mark_partially_updated(self, failure: ev.TransferFailure) -> None:
         if failure.torn:
@@ -617,7 +612,6 @@ class WeightUpdates:
         return RESUBMIT if self._update.restores else self._context.settings.on_weight_update
 
     def _attempts_at(self, names: Iterable[str]) -> list[Attempt]:
-        """Return the attempts in flight at these engines."""
         here = set(names)
         return [a for a in self._context.attempts.in_flight.values() if a.engine in here] if here else []
 

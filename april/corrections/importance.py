@@ -154,12 +154,8 @@ def check_logprobs(who: str, what: str, values: Any, counted: Any) -> None:
 def warn_if_misaligned(who: str, own: Any, other: Any, counted: Any, *, fresh: bool = False) -> None:
     """Warn if the trainer's log-probabilities seem to belong to other positions, prompts or distributions.
 
-    Args:
-        who: name of the public function that was called, for the message.
-        own: the trainer's log-probabilities in nats, float array or tensor, [B, T] or flat.
-        other: log-probabilities at sampling, of the same shape.
-        counted: boolean mask of the same shape, true for each token to compare.
-        fresh: True if the current weights sampled all these tokens, so that the thresholds are stricter.
+    ``own`` and ``other`` are the trainer's and those at sampling, of any one shape, and ``counted`` masks the tokens to
+    compare. ``fresh`` means that the current weights sampled all of these, so that the thresholds are stricter.
     """
     if getattr(own, "is_meta", False):
         return  # a meta tensor has shapes but no values
