@@ -219,20 +219,6 @@ def to_the_end(ranks: list[ActorScheduler]) -> list[april.Batch]:
         both(ranks, update)
 
 
-def test_every_rank_gets_its_share_until_the_data_ends(world: World) -> None:
-    """Each sample in one share, metrics of the whole; the same end at the same call."""
-    ranks = world.both()
-    shares = to_the_end(ranks)
-    assert settled(shares) == EVERYTHING
-    assert all(a.metrics == b.metrics for a, b in zip(shares[::2], shares[1::2], strict=True))
-    shares[0].samples[0].tokens[0] = 7  # they are the trainer's own
-    assert {rank.version.n for rank in ranks} == {4}
-    assert ranks[0].ledger()["prompts"].delivered == 8
-    ranks[1].validate()
-    for rank in ranks:
-        rank.close()
-
-
 def raises() -> Any:
     """Prompts that cannot be read."""
     yield [1]

@@ -20,7 +20,6 @@ from april.adapters.common.trainer_servers import ServerResult, TrainerServers
 from april.core.tape import Int32
 from april.core.types import DropReason, Prompt, Refill
 from april.driver.llm import LLM
-from april.errors import RolloutError
 from april.testing import rollouts
 
 EOS, N, SAMPLES, PLACES = 1, 2, 2, 8
@@ -235,17 +234,6 @@ async def test_tokens_that_cannot_be_used_are_counted() -> None:
     async with run.begun():
         await run.rollouts.next_batch()
         assert run.rollouts.ledger()["tokens"].dropped == {DropReason.UNKNOWN_WEIGHTS: 7}
-
-
-async def test_a_trainer_that_never_updates_is_told() -> None:
-    """Whatever came then would be too old when it is trained; a pause alone commits nothing."""
-    async with Run(lambda row: 5, max_staleness=1).begun() as run:
-        for _ in range(2):
-            await run.rollouts.next_batch()
-        await run.pause()
-        await run.driver.resume()
-        with pytest.raises(RolloutError, match="2 batches are delivered but not trained"):
-            await run.driver.wait_batch(blocks=True)
 
 
 @pytest.mark.parametrize("seed", seeds(40))

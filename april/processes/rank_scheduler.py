@@ -53,18 +53,6 @@ def engines_to_gather(engines: Iterable[Engine]) -> list[GathersWeights]:
     return [e for e in engines if e.capabilities.gathers_weights and isinstance(e, GathersWeights)]
 
 
-def gather_weights(engines: Iterable[Engine]) -> None:
-    """Gather the engines' weights. Collective; see :class:`april.engines.protocol.GathersWeights`."""
-    for engine in engines_to_gather(engines):
-        engine.gather()
-
-
-def release_weights(engines: Iterable[Engine]) -> None:
-    """Release the weights that :func:`gather_weights` has gathered; waits for no other rank."""
-    for engine in engines_to_gather(engines):
-        engine.release()
-
-
 log = logging.getLogger("april")
 
 
@@ -561,7 +549,8 @@ class RankScheduler(BatchIterator):
                     raise
                 call.steps_done += 1
         finally:
-            release_weights(self.engines)
+            for engine in engines_to_gather(self.engines):
+                engine.release()
         if self._server is not None:  # this process has the result itself, so none was packed
             value, failure = self._server.last_outcome
             if failure is not None:
@@ -575,7 +564,8 @@ class RankScheduler(BatchIterator):
         if message.name == JOIN:
             return b"" if self._server is not None else self._offer_engines(unpack(message.content, bool))
         if message.name == GATHER:
-            gather_weights(self.engines)
+            for engine in engines_to_gather(self.engines):
+                engine.gather()
         elif message.name in STEPS:
             assert call.weights is not None
             call.weights.step(message.name, message.content)

@@ -17,7 +17,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import WSMsgType, web
 
@@ -31,9 +31,6 @@ from april.processes.addresses import format_address, listening_socket
 from april.processes.heartbeats import Heartbeats
 from april.processes.ranks import Ranks
 from april.serialization.own_values import pack, unpack
-
-if TYPE_CHECKING:
-    from april.processes.rank_scheduler import SharedScheduler
 
 log = logging.getLogger("april")
 
@@ -111,7 +108,7 @@ class RankServer:
         self._request_tasks: set[asyncio.Task[Any]] = set()
         self._send_tasks: set[asyncio.Task[Any]] = set()
         self._call_task: asyncio.Task[None] | None = None
-        self._scheduler: SharedScheduler | Exception | None = None
+        self._scheduler: Any = None
         self._scheduler_set = asyncio.Event()
         """Set once the scheduler was created, or its creation has failed."""
         self._closing = False
@@ -142,8 +139,8 @@ class RankServer:
 
         return self.thread.run(listen)
 
-    def set_scheduler(self, scheduler: SharedScheduler | Exception) -> None:
-        """Set the scheduler, or the error with which its creation failed. Calls are carried out from now on."""
+    def set_scheduler(self, scheduler: Any) -> None:
+        """Set the SharedScheduler, or the error with which its creation failed; from now on calls are carried out."""
         self._scheduler = scheduler
         self.thread.call(self._scheduler_set.set)
 
@@ -418,7 +415,7 @@ class RankServer:
         self._calls = {n: c for n, c in self._calls.items() if n >= needed}
         self._check_waiters()
 
-    def _require_scheduler(self) -> SharedScheduler:
+    def _require_scheduler(self) -> Any:
         if isinstance(self._scheduler, Exception):
             raise self._scheduler
         if self._scheduler is None:

@@ -96,8 +96,6 @@ REWARD_MODEL = {"reward__reward_model__enable": True}
 MEAN_OVER = "takes the mean reward over whole ones; add --custom-reward-post-process-path"
 WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
     "trl": [
-        ({}, {"partial_rollout": False, "max_staleness": 2}, "set partial_rollout: true"),
-        ({}, QUORUM, "a baseline needs 3"),
         ({}, {"on_failed_sample": "shrink"}, "a smaller group leaves TRL with fewer rows than"),
         ({}, {"n_samples_per_prompt": 4}, "=4 of april contradicts num_generations=2 of GRPOConfig"),
         ({}, {"rollout_batch_size": 3}, "rollout_batch_size=3 of april contradicts generation_batch_size /"),
@@ -105,7 +103,6 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, {"sampling": {"temperature": 0.5}}, "sampling.temperature=0.5 of april contradicts temperature=1.0"),
         ({}, {"sampling": {"top_p": 0.9}}, "sampling.top_p=0.9 is not part of the log-probabilities"),
         ({}, {"sampling": {"top_p": 0.9}, "allow_mismatch": True}, "allow_mismatch: true: TRL recomputes"),
-        ({}, {"oversampling_batch_size": 8}, "do you mean over_sampling_batch_size"),
         ({}, {"epochs": 2}, "epochs=2, on_data_end=short: the trainer decides how long it trains"),
         ({}, {"on_data_end": "wait"}, "on_data_end to short or wrap"),
         ({}, {"engine": URLS, "weights": "disk"}, "through a directory (weights: disk); give rollout(weights_dir=...)"),
@@ -136,14 +133,8 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({}, QUORUM, "april.group_quorum=0.5:  .. groups are delivered whole"),
         ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample=shrink:  .. so none may have fewer; use replace"),
         ({}, {"on_stale": "mask"}, "april.on_stale: mask"),
-        ({}, {**OVER, "partial_rollout": False, "max_staleness": 2}, "set partial_rollout: true"),
-        ({}, {"over_sampling_batch_size": 400},
-         "over_sampling_batch_size=400 is too large: with max_staleness=5 april can deliver 24 groups in time"),
-        ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: OpenRLHF's --rollout.batch_size decides this"),
-        ({}, {"sampling": {"top_p": 0.9}}, "april.sampling: OpenRLHF's --rollout.temperature decides"),
         ({}, {"sampling.top_p": 0.9}, "april.sampling.top_p: OpenRLHF's --rollout.temperature"),
         ({}, {"engine": {"kind": "vllm"}}, "april.engine: OpenRLHF's --vllm.num_engines"),
-        ({}, {"epochs": 2}, "april.epochs: OpenRLHF's --train.num_episodes"),
         ({}, {"max_chains": 2}, "april.max_chains: OpenRLHF's rows, one per sample, decides this"),
         ({"vllm__enable_sleep": True, "train__colocate_all": True}, GOES_ON,
          "--vllm.enable_sleep: the engines sleep on the"),
@@ -158,7 +149,6 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"rollout_max_response_len": None}, {}, "--rollout-max-response-len is missing"),
         ({"rollout_global_dataset": False}, {}, "--disable-rollout-global-dataset: it leaves april without"),
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: slime's --rollout-batch-size decides"),
-        ({}, {"max_stalenes": 4}, "max_stalenes: unknown setting; do you mean max_staleness?"),
         (SIX, QUORUM,
          f"april.group_quorum=0.5: it delivers groups in parts, but slime {MEAN_OVER} "
          "april.adapters.slime.post_process_rewards"),
@@ -169,7 +159,6 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
             for flag in ("group_rm", "log_passrate", "rollout_all_samples_process_path",
                          "custom_convert_samples_to_train_data_path")
         ),
-        (HOOKED, QUORUM, "n_samples_per_prompt=2 from 1 finished responses on, but a baseline needs 3"),
         ({}, {"on_failed_sample": "shrink"}, "april.on_failed_sample=shrink: a batch would have fewer than"),
         ({}, "fast", "april: in --custom-config-path: expected a mapping of settings, got str"),
         ({"custom_rm_path": "nowhere.reward"}, {}, "slime cannot load nowhere.reward"),
@@ -182,18 +171,13 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"colocate": True}, GOES_ON, "--colocate: the engines sleep while the trainer trains"),
         ({"offload_rollout": True}, GOES_ON, "--offload-rollout: the engines sleep while the trainer trains"),
         ({"custom_generate_function_path": f"{USER}.over_http"}, GOES_ON, "-generate-function-path: it sends its"),
-        ({"partial_rollout": False, "over_sampling_batch_size": 3}, GOES_ON, "would throw them away"),
     ],
     "verl": [
-        ({}, {"partial_rollout": False, "over_sampling_batch_size": 6, "max_staleness": 2},
-         "max_staleness=2 lets tokens become older than their weights, but partial_rollout=false with over_sampling_b"),
         ({"algorithm__rollout_correction__rollout_is": None}, {},
          "algorithm.rollout_correction.rollout_is=null: verl recomputes old log-probabilities with the current weig"),
         ({}, QUORUM,
          "april.group_quorum=0.5: it delivers groups in parts, but algorithm.adv_estimator=grpo compares rows of the "
          "same batch"),
-        ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 4}, QUORUM,
-         "n_samples_per_prompt=4 from 2 finished responses on, but a baseline needs 3"),
         ({**OWN_ESTIMATOR, f"{ROLLOUT}n": 6, "algorithm__use_kl_in_reward": True}, QUORUM,
          "algorithm.use_kl_in_reward=True: it changes rewards that"),
         ({**OWN_ESTIMATOR, **REWARD_MODEL}, {},
@@ -213,16 +197,12 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({**FILTERS, "algorithm__filter_groups__metric": None}, {}, "enable=True: it needs algorithm.filter"),
         ({}, {"rollout_batch_size": 4}, "april.rollout_batch_size: verl's data.train_batch_size decides this"),
         ({}, GOES_ON, "april.generation: verl's trainer.v1.trainer_mode decides this"),
-        ({}, {"max_stalenes": 4}, "max_stalenes: unknown setting; do you mean max_staleness?"),
         ({"april": "fast"}, {}, "april: expected a mapping of settings, got str"),
-        ({}, {"max_staleness": 0, "over_sampling_batch_size": 6},
-         "over_sampling_batch_size=6 is too large: with max_staleness=0 april can deliver 3 groups in time"),
         ({f"{ROLLOUT}name": "trtllm"}, {}, "name=trtllm: verl's TensorRT-LLM servers replace the token limit of every"),
         ({}, {"max_chains": 2}, "april.max_chains: verl's rows, one per sample, decides this"),
     ],
     "areal": [
         ({}, {"rollout_batch_size": 4}, "april['rollout_batch_size']: AReaL's train_dataset.batch_size decides this"),
-        ({}, {"max_stale": 4}, "max_stale: unknown setting"),
         ({}, QUORUM, "april['group_quorum']=0.5: AReaL takes rewards over whole groups"),
         ({}, {"on_failed_sample": "shrink"}, "AReaL takes rewards over groups  .. may have fewer; use replace"),
         ({"rollout__scheduling_strategy": COLOCATED}, GOES_ON,
@@ -241,8 +221,6 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"actor__recompute_logprob": True, "actor__use_decoupled_loss": False}, {},
          "actor.recompute_logprob without actor.use_decoupled_loss: log-probabilities of the"),
         ({"actor__rejection_sampling": None}, {}, "actor.use_decoupled_loss without actor.rejection_sampling: tokens"),
-        ({"rollout__max_head_offpolicyness": 0}, {"generation": "stepwise", "over_sampling_batch_size": 6},
-         "over_sampling_batch_size=6 is too large: with max_staleness=0 april can deliver 3 groups in time"),
     ],
 }  # fmt: skip
 for rows_of_trainer in WRONG.values():

@@ -47,9 +47,8 @@ from april.core.types import DropReason
 from april.core.versions import PolicyVersion
 from april.engines.simulated.engine import synthetic_response
 from april.engines.simulated.synthetic_rows import LAYERS, TOP_K, synthetic_rows
-from april.errors import CheckpointError, ConfigError, RolloutError
+from april.errors import ConfigError, RolloutError
 from april.scheduler import RolloutScheduler
-from april.serialization.state_file import write_state
 from april.testing import FakeEngine
 
 REPLAY: dict[str, Any] = {"use_rollout_routing_replay": True, "num_layers": LAYERS, "moe_router_topk": TOP_K}
@@ -355,13 +354,6 @@ def test_a_checkpoint_without_carry_is_told(tmp_path: Path, caplog: pytest.LogCa
     with Run(tmp_path, 1) as run:
         run(1)
     assert "continues from a checkpoint that april did not write" in caplog.text
-
-
-def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """A sample with something that is no plain value."""
-    with pytest.raises(CheckpointError, match="cannot be saved: a object is not a plain value"):
-        write_state(tmp_path / "x", "slime", {"held": {"0.0": {"image": object()}}})
-    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------- agents

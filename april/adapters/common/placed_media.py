@@ -54,7 +54,7 @@ def digest_of(item: Any) -> str | None:
     """Return the hex SHA-256 of an image, array, text, bytes, or a list or dict of them; None for other objects."""
     try:
         return hashlib.sha256(msgspec.msgpack.encode(item, enc_hook=_encodable)).hexdigest()
-    except TypeError:
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

@@ -163,15 +163,15 @@ def provenance(sample: DeliveredSample) -> dict[str, float]:
 class OpenRLHFPrompts:
     """Iterates over the prompts of the current episode, in april's own thread.
 
-    ``encode(text, whole)`` returns token ids, cut to the length limit unless ``whole`` is true. ``images`` converts a
-    prompt's images to values that a checkpoint can hold; it is None if prompts have no images.
+    ``encode(text, whole)`` returns token ids, cut to the length limit unless ``whole`` is true. ``images`` converts an
+    image to a value that a checkpoint can hold; it is None if prompts have no images.
     """
 
     resumes = True
     """True tells april not to restore the position in the prompts: OpenRLHF's loader does that itself."""
 
     def __init__(
-        self, encode: Callable[[str, bool], list[int]], images: Callable[[list[Any]], list[Any]] | None = None
+        self, encode: Callable[[str, bool], list[int]], images: Callable[[Any], Any] | None = None
     ) -> None:
         self._encode, self._images = encode, images
         self._rows: Iterator[Any] = iter(())
@@ -205,7 +205,7 @@ class OpenRLHFPrompts:
                 "a prompt has images, but --data.max_images_per_prompt is 0; set it to the largest number that a "
                 "prompt has"
             )
-        return self._images(images) if images and self._images is not None else []
+        return [] if self._images is None else [self._images(image) for image in images]
 
     def save(self, position: int, loader_state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the loader's state, and the prompts after the first ``position``, which april's state lacks."""
@@ -232,11 +232,8 @@ class PromptImages:
         self._reader = ImageReader(limits)
         self._last: tuple[int, Any] | None = None
 
-    def kept(self, images: list[Any]) -> list[Any]:
-        """Return a prompt's images as paths, URLs or bytes, which a checkpoint can hold."""
-        return [self._kept(image) for image in images]
-
-    def _kept(self, image: Any) -> Any:
+    def kept(self, image: Any) -> Any:
+        """Return an image of a prompt as path, URL or bytes, which a checkpoint can hold."""
         if isinstance(image, str):
             bare = len(image) > _BASE64_LENGTH and re.fullmatch(r"[A-Za-z0-9+/\n\r]+=*", image[: 2 * _BASE64_LENGTH])
             return base64.b64decode(image) if bare else image

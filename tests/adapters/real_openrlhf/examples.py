@@ -1,4 +1,4 @@
-"""OpenRLHF's own command line takes the flags of the examples, and april's refusals come before anything starts."""
+"""OpenRLHF's own command line takes the flags of the examples."""
 
 from __future__ import annotations
 

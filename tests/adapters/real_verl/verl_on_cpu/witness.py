@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 import transfer_queue as tq
-from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
 from april.adapters.verl import Checkpoints, advantages
 from april.adapters.verl.settings import ESTIMATOR
@@ -57,15 +56,6 @@ def note(trainer: Any, step: int) -> None:
 
 
 class Witness(Checkpoints):  # type: ignore[misc]
-    """With april."""
-
     def on_save(self, trainer: Any, global_step: int, **kwargs: Any) -> None:
         super().on_save(trainer=trainer, global_step=global_step, **kwargs)
-        note(trainer, global_step)
-
-
-class PlainWitness(CheckpointCallback):  # type: ignore[misc]
-    """Without."""
-
-    def on_save(self, trainer: Any, global_step: int, **kwargs: Any) -> None:
         note(trainer, global_step)

@@ -1,4 +1,4 @@
-"""What the real package's own configuration can say that april cannot be exact with; and dynamic sampling."""
+"""The real package takes the settings of the examples, and april fits them; dynamic sampling."""
 
 from __future__ import annotations
 
