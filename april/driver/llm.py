@@ -435,15 +435,9 @@ def checked_call(
     chain = sample.chains[0]
     have = chain.conversation(chain.seen_tokens)
     if not np.array_equal(token_ids[: len(have)], have):
-        if len(token_ids) == len(have) and (token_ids != have).all():
-            raise UsageError(
-                "llm.generate was given the conversation with a number added to each token, which is what + does with "
-                "an array; append with [*completion.conversation, *new] or np.concatenate((completion.conversation, "
-                "new))"
-            )
         raise RolloutError(
             "llm.generate was given tokens that do not begin with the prompt and everything generated so far; append "
-            "to Completion.conversation, and never rewrite it"
+            "with [*completion.conversation, *new], and never rewrite it"
         )
     new = token_ids[len(have) :]
     if len(new) and new.max() >= vocab_size:
