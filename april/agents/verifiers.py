@@ -115,8 +115,6 @@ class Verifiers:
 
 
 class _Prompts:
-    """Iterates over the tasks as prompts."""
-
     def __init__(self, taskset: Any, tokenizer: Any) -> None:
         self._taskset = taskset
         self._tokenizer = tokenizer

@@ -379,7 +379,6 @@ class Config(Model):
 
     @staticmethod
     def _number(value: Any) -> Any:
-        """Return the value of a setting, or None if it is auto."""
         return None if value == AUTO else value
 
     @property
