@@ -36,7 +36,7 @@ from april.driver.rollout_driver import DriverOptions, RolloutDriver
 from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.tracebacks import shorten
 from april.driver.user_calls import WorkerThreads
-from april.driver.user_code import PARAMETERS, check_function, check_signatures, refuse_inside_user_code
+from april.driver.user_code import PARAMETERS, check_function, refuse_inside_user_code
 from april.driver.weight_update import TrainerUpdate
 from april.engines.fit import check_engines, warnings_of
 from april.engines.kinds.factory import create_engines
@@ -646,8 +646,6 @@ class RolloutScheduler(BatchIterator):
         return version
 
     def _sender(self) -> WeightSender:
-        """Make a weight sender for the scheduler's engines; it calls them on april's event loop."""
-
         def ask(calls: Sequence[Coroutine[Any, Any, Any]]) -> Sequence[Reply[Any]]:
             return self._thread.call(lambda: [self._thread.follow(call) for call in calls])
 
@@ -736,7 +734,6 @@ class RolloutScheduler(BatchIterator):
             return "<RolloutScheduler of another process>"
 
     def _status_text(self) -> str:
-        """Return the scheduler's state as text for people; must be called on the loop."""
         core = self._driver.core
         tokens, waits = core.tokens, self._driver.long_waits.current_wait
         return (
@@ -794,8 +791,10 @@ def check_functions(
             f"group_reward scores whole groups, but group_quorum={shown_value(config.group_quorum)} delivers parts of "
             "groups; give reward instead, or set group_quorum: 1"
         )
-    check_function("rollout", rollout, PARAMETERS["rollout"])
-    check_signatures(reward=reward, group_reward=group_reward, filter=filter)
+    given = {"rollout": rollout, "reward": reward, "group_reward": group_reward, "filter": filter}
+    for kind, function in given.items():
+        if function is not None or kind == "rollout":
+            check_function(kind, function, PARAMETERS[kind])
     if filter is rewards_differ and (config.n_samples_per_prompt == 1 or reward is group_reward is None):
         raise ConfigError(
             "filter=rewards_differ would reject every group; it needs a reward and n_samples_per_prompt above 1"

@@ -121,53 +121,6 @@ def words(route: str, body: Any) -> str:
     return str(choice["text"] if route == "completions" else choice["message"]["content"])
 
 
-@pytest.mark.parametrize("route", ROUTES)
-async def test_an_answer(route: str) -> None:
-    """Text, reason of the end and counts, without the mark that ends a turn."""
-    async with world() as w:
-        status, body = await w.ask(route)
-        assert (status, words(route, body)) == (200, "hi")
-        counts = set(body["usage"].values())
-        assert 3 in counts  # h, i and the mark
-        ends = body["stop_reason"] if route == "messages" else body["choices"][0]["finish_reason"]
-        assert ends == ("end_turn" if route == "messages" else "stop")
-
-
-@pytest.mark.parametrize("route", ROUTES)
-async def test_a_stream_says_what_the_whole_answer_says(route: str) -> None:
-    """The pieces of a stream are the answer, and its end is the dialect's."""
-    async with world() as w, w.post(route, ROUTES[route] | {"stream": True}) as response:
-        text = (await response.read()).decode()
-        data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-        if route == "messages":
-            events = [json.loads(d) for d in data]
-            assert [e["type"] for e in events] == [
-                "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
-                "message_stop",
-            ]  # fmt: skip
-            assert events[2]["delta"]["text"] == "hi"
-        else:
-            assert data.pop() == "[DONE]"
-            choices = [json.loads(d)["choices"][0] for d in data]
-            said = "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)
-            assert (said, choices[-1]["finish_reason"]) == ("hi", "stop")
-
-
-@pytest.mark.parametrize("retry", [True, False])
-async def test_a_retry_joins_and_an_equal_request_does_not(retry: bool) -> None:
-    """Two equal requests of clients that both wait are two generations, unless the second says that it is a retry."""
-    async with world(waits=True) as w:
-        first = asyncio.create_task(w.ask("chat/completions"))
-        await until(lambda: len(w.model.asked) == 1)
-        headers = {"x_stainless_retry_count": "1"} if retry else {}
-        second = asyncio.create_task(w.ask("chat/completions", **headers))
-        if not retry:
-            await until(lambda: len(w.model.asked) == 2)
-        w.may()
-        ids = {body["id"] for _, body in await asyncio.gather(first, second)}
-        assert (len(ids), len(w.model.asked)) == ((1, 1) if retry else (2, 2))
-
-
 @pytest.mark.parametrize("received", [False, True])
 async def test_retries_of_equal_requests_get_an_answer_each(received: bool) -> None:
     """Clients that time out together retry together: none gets the answer of another, and no answer is made again."""
@@ -189,22 +142,6 @@ async def test_retries_of_equal_requests_get_an_answer_each(received: bool) -> N
         w.may()
         ids = {body["id"] for _, body in await asyncio.gather(*asking)}
         assert (len(ids), len(w.model.asked)) == (3, 3)
-
-
-async def test_a_client_that_hung_up_and_asks_again_gets_the_answer() -> None:
-    """Nobody hears the first request any more, so the second one is the same; its answer is not generated twice."""
-    async with world(waits=True) as w:
-        first = asyncio.create_task(w.ask("chat/completions"))
-        await until(lambda: len(w.model.asked) == 1)
-        first.cancel()
-        (asked,) = next(iter(w.door.session.requests.values()))
-        await until(lambda: not asked.clients)
-        w.may()
-        await until(asked.task.done)
-        assert w.door.session.received_calls() == []
-        status, body = await w.ask("chat/completions")
-        assert (status, words("chat/completions", body), len(w.model.asked)) == (200, "hi", 1)
-        assert w.door.session.received_calls() == [1]
 
 
 async def test_an_answer_that_nobody_waits_for_is_given_up() -> None:
@@ -257,47 +194,6 @@ async def test_unknown_routes_are_refused_as_clients_expect_it() -> None:
             assert "embeddings" in (await response.json())["error"]["message"]
         async with w.http.get(f"{w.door.url}/messages") as response:
             assert response.status == 405
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("route", ROUTES)
-async def test_a_slow_answer_keeps_its_connection(route: str, stream: bool) -> None:
-    """Bytes that mean nothing come before the answer, in every dialect."""
-    body = ROUTES[route] | {"stream": stream}
-    async with world(waits=True, commit_s=0.0, alive_s=0.001) as w, w.post(route, body) as r:
-        first = await r.content.readany()
-        assert set(first.split(b"\n")) <= {b"", b": ping", b"event: ping", b'data: {"type": "ping"}'}
-        w.may()
-        rest = await r.read()
-        assert b"hi" in rest
-        if not stream:
-            assert words(route, json.loads(first + rest)) == "hi"
-
-
-@pytest.mark.parametrize("route", ROUTES)
-async def test_a_failure_before_the_200_has_a_status_of_its_own(route: str) -> None:
-    """And says that the same request is not worth a retry."""
-    async with world() as w:
-        w.model.fails = RolloutError("no chain is left")
-        async with w.post(route) as response:
-            assert (response.status, response.headers["x-should-retry"]) == (400, "false")
-            assert "no chain is left" in json.dumps(await response.json())
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("route", ROUTES)
-async def test_a_failure_after_the_200(route: str, stream: bool) -> None:
-    """A stream ends with an event of an error, another answer with a cut connection; neither looks like an answer."""
-    async with world(waits=True, commit_s=0.0, alive_s=0.001) as w:
-        w.model.fails = RolloutError("no chain is left")
-        async with w.post(route, ROUTES[route] | {"stream": stream}) as response:
-            await response.content.readany()
-            w.may()
-            if stream:
-                assert "event: error" in (await response.read()).decode()
-            else:
-                with pytest.raises(aiohttp.ClientError):
-                    await response.read()
 
 
 @pytest.mark.parametrize(
@@ -816,21 +712,6 @@ async def test_a_call_whose_arguments_are_no_object_is_text(route: str, stream: 
             assert (await w.ask(route, body | {"messages": again}))[0] == 200
             (first, _), (second, _) = w.model.asked
             assert second.startswith(f"{first}{call}<|im_end|>")
-
-
-async def test_a_cut_answer_is_length_and_is_not_gone_on_with() -> None:
-    """Even behind a complete tool call; its raw text is there, and the next turn is rendered anew."""
-    says = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call> and more'
-    tools = [{"type": "function", "function": TOOL}]
-    async with world(says) as w:
-        _, body = await w.ask("chat/completions", CHAT | {"tools": tools, "max_tokens": len(TOY.encode(says)) - 3})
-        choice = body["choices"][0]
-        assert choice["finish_reason"] == "length"
-        more = [*HELLO, choice["message"], {"role": "user", "content": "go on"}]
-        await w.ask("chat/completions", {"messages": more, "tools": tools})
-        (first, _), (second, _) = w.model.asked
-        assert not second.startswith(first + says[:20] + "x")
-        assert "go on" in second
 
 
 async def test_stop_strings_are_cut_from_the_text_and_named() -> None:

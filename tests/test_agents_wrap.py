@@ -260,22 +260,6 @@ def test_an_episode_that_failed_is_a_sample_that_failed(package: None) -> None:
     assert environment.up == 0
 
 
-@pytest.mark.parametrize("slow", [True, False])
-def test_a_slow_start_of_episodes_is_named_once(
-    package: None, slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """uv says nothing while it waits for a package index."""
-
-    async def before() -> None:
-        for _ in range(5 * slow):
-            await asyncio.sleep(0)
-
-    monkeypatch.setattr("april.agents.verifiers.SLOW_START_S", 0.0 if slow else 60.0)
-    with scheduler(Environment(before=before)) as rollouts:
-        rollouts.next_batch()
-    assert sum("UV_DEFAULT_INDEX" in record.getMessage() for record in caplog.records) == slow
-
-
 def test_what_is_served_starts_once_and_stops_with_the_scheduler(package: None) -> None:
     """All episodes use the same servers, those of later steps too; another scheduler starts them again."""
     environment = Environment()

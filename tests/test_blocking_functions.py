@@ -17,7 +17,7 @@ from real_schedulers import assert_nothing_is_left, check, config, scheduler
 import april
 from april.core.types import DropReason, FinishReason
 from april.engines.protocol import Request
-from april.errors import RolloutError, SchedulerClosed, UsageError
+from april.errors import RolloutError, SchedulerClosed
 
 
 def workers() -> list[threading.Thread]:
@@ -204,49 +204,6 @@ def test_a_dropped_group_cancels_its_threads(where: str, swallows: bool) -> None
     assert not isinstance(errors[0], Exception)
     assert "was given up" in str(errors[0])
     assert all("after its rollout function had ended" in str(e) for e in errors[1:])
-
-
-def test_misuse_in_a_thread_is_a_named_failure() -> None:
-    """Wrong arguments and a second call at the same time raise where they are made, as in a coroutine."""
-    errors: list[BaseException] = []
-    asked = threading.Event()
-
-    def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
-        if llm.sample_id != (0, 0):
-            llm.generate()
-            return
-        for wrong in ({"max_tokens": 0}, {"token_ids": "text"}, {"no_such_argument": 1}):
-            with pytest.raises((ValueError, TypeError)) as caught:
-                llm.generate(**wrong)  # type: ignore[arg-type]
-            errors.append(caught.value)
-        first = threading.Thread(target=llm.generate, name="april-worker-of-the-user", daemon=True)
-        first.start()
-        asked.wait()
-        try:
-            llm.generate()
-        except RolloutError as error:
-            errors.append(error)
-        first.join()
-
-    with one_group(GateEngine(first_attempt_of(0, 0, asked)), rollout, over_sampling_batch_size=2) as rollouts:
-        sample = delivered(rollouts, (0, 0))
-        assert sample.tokens.tolist() == [*HEAD, *TAIL]
-    assert [type(e) for e in errors] == [UsageError, UsageError, TypeError, RolloutError]
-    assert "while another call of the same sample was running" in str(errors[3])
-
-
-def test_a_call_after_the_function_has_returned_is_refused() -> None:
-    """Whoever has kept its ``llm``, in any thread, gets an error of its own."""
-    kept: list[april.BlockingLLM] = []
-
-    def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
-        llm.generate()
-        kept.append(llm)
-
-    with one_group(GateEngine(), rollout) as rollouts:
-        rollouts.next_batch()
-        with pytest.raises(RolloutError, match="after its rollout function had ended"):
-            kept[0].generate()
 
 
 @pytest.mark.parametrize(

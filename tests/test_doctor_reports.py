@@ -294,7 +294,7 @@ def test_a_configuration_file(servers: Any, offers: dict[str, ServerFacts], tmp_
     [
         ([], "give servers (april doctor http://127.0.0.1:8000) or a configuration (--config april.yaml)"),
         (["http://h:1", "--config", "x.yaml"], "give servers (april doctor http://127.0.0.1:8000) or a configuration"),
-        (["h:1"], "an engine's URL must look like http://host:port, got 'h:1'; write http://h:1"),
+        (["h:1"], "an engine's URL must look like http://host:port, got 'h:1'"),
         (["http://user:sk-canary@h:1"], "an engine's URL must look like http://host:port, got 'h:1'"),
         (["--config", "nowhere.yaml"], "cannot read nowhere.yaml: No such file"),
         (["http://h:1", "--api-key-env", "APRIL_NO_KEY"], "the environment variable APRIL_NO_KEY is not set"),

@@ -18,7 +18,7 @@ from april.driver.llm import LLM
 from april.driver.rewards import Response
 from april.driver.user_calls import Timeouts, UserCalls, WorkerThreads
 from april.driver.user_code import harmless
-from april.errors import ConfigError, RolloutError
+from april.errors import RolloutError
 
 # ---------------------------------------------------------------- async functions, on virtual time
 
@@ -140,37 +140,6 @@ async def test_a_tool_that_runs_while_training_is_paused_uses_its_time() -> None
         await asyncio.sleep(100)
         assert rollouts.core.counters["failed_samples"] == 1
     waiter.cancel()
-
-
-@on_virtual_time
-async def test_a_rollout_function_that_ignores_its_cancellation_is_left_behind() -> None:
-    """The sample has a new function; what the old one asks for or returns later is refused and changes nothing."""
-    errors: list[BaseException] = []
-    started: list[float] = []
-
-    async def agent(prompt: Prompt, llm: LLM) -> str:
-        started.append(now())
-        if len(started) == 1:
-            try:
-                await asyncio.sleep(1000)
-            except asyncio.CancelledError:
-                await asyncio.sleep(3)
-            try:
-                await llm.generate()
-            except RolloutError as error:
-                errors.append(error)
-            return "old"
-        await llm.generate()
-        return "new"
-
-    async def reward(prompt: Prompt, response: Response) -> float:
-        assert response.output == "new"
-        return 1.0
-
-    rollouts = Rollouts(table({}), n=1, rollout=agent, reward=reward, function_timeout_s=10)
-    await rollouts.step()
-    assert started == [0.0, 10.0]
-    assert ["after its rollout function had ended" in str(e) for e in errors] == [True]
 
 
 @on_virtual_time
@@ -388,15 +357,3 @@ async def test_only_so_many_plain_functions_run_at_once(monkeypatch: pytest.Monk
     assert sorted(ran) == [0, 1, 2, 4, 5]
     assert most[0] <= 2
     threads.close()
-
-
-# ---------------------------------------------------------------- the setting
-
-
-def test_the_setting() -> None:
-    """Ten minutes unless given; None means for ever; what cannot be is refused."""
-    assert config().function_timeout_s == 600.0
-    assert config(function_timeout_s=None).function_timeout_s is None
-    for wrong in (0, -1.0, float("inf"), True, "soon"):
-        with pytest.raises(ConfigError, match="function_timeout_s"):
-            config(function_timeout_s=wrong)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from gate_engine import GateEngine
-from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check, config, engine, reward, scheduler
+from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check, config, engine, scheduler
 
 import april
-from april.core.types import DropReason
 from april.driver.rewards import Response
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import (
@@ -145,40 +143,6 @@ async def test_a_cancelled_anext_batch_loses_nothing(turns: int) -> None:
         await asyncio.to_thread(rollouts.close)
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt even where a shell has started this process in the background, deaf to it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_next_batch_loses_nothing() -> None:
-    """Ctrl-C while the trainer waits, as in a notebook: the next call returns the batch."""
-    started, release = threading.Event(), threading.Event()
-
-    async def slow(prompt: april.Prompt, response: Response) -> float:
-        started.set()
-        await asyncio.to_thread(release.wait)
-        return float(len(response.tokens))
-
-    def interrupt() -> None:
-        started.wait()
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    with scheduler(reward=slow) as rollouts:
-        waker = threading.Thread(target=interrupt)
-        waker.start()
-        with pytest.raises(KeyboardInterrupt):
-            rollouts.next_batch()
-        waker.join()
-        release.set()
-        batch = rollouts.next_batch()
-        check(batch)
-        assert batch.id == 0
-
-
 @pytest.mark.asyncio
 async def test_two_calls_do_not_get_the_same_batch() -> None:
     """A second call while one waits is refused with a sentence, in either face; the first one gets its batch."""
@@ -190,22 +154,6 @@ async def test_two_calls_do_not_get_the_same_batch() -> None:
         with pytest.raises(RolloutError, match="one batch at a time"):
             rollouts.next_batch()
         assert [(await first).id, (await rollouts.anext_batch()).id] == [0, 1]
-
-
-def test_an_interrupt_between_delivery_and_return_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C when the batch is on its way to the trainer's thread: the next call returns that very batch."""
-    with scheduler() as rollouts:
-        run = rollouts._thread.run
-
-        def interrupted(coroutine: Any) -> Any:
-            run(coroutine)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(rollouts._thread, "run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            rollouts.next_batch()
-        monkeypatch.undo()
-        assert [rollouts.next_batch().id for _ in range(2)] == [0, 1]
 
 
 # ---------------------------------------------------------------- weight updates
@@ -283,46 +231,6 @@ def test_plain_reward_functions_run_in_threads() -> None:
         check(rollouts.next_batch())
     assert "april-loop" not in names
     assert threading.current_thread().name not in names
-
-
-class CallableReward:
-    """An object with an async __call__."""
-
-    async def __call__(self, prompt: april.Prompt, response: Response) -> float:
-        assert threading.current_thread().name == "april-loop"
-        return float(len(response.tokens))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(CallableReward(), id="an object"),
-        pytest.param(lambda p, r: reward(p, r), id="a plain function that returns an awaitable"),
-        pytest.param(lambda p, r: np.float32(len(r.tokens)), id="a scalar of numpy"),
-    ],
-)
-def test_kinds_of_reward_functions(function: Any) -> None:
-    """All are called as they want to be."""
-    with scheduler(reward=function) as rollouts:
-        check(rollouts.next_batch())
-
-
-@pytest.mark.parametrize("error", [StopIteration(), SystemExit(4), KeyError("x")], ids=repr)
-def test_a_plain_reward_function_that_raises(error: BaseException) -> None:
-    """Whatever it raises is a named failure; StopIteration and SystemExit do not hang or end the run."""
-    raised: list[int] = []
-
-    def judge(prompt: april.Prompt, response: Response) -> float:
-        if not raised:
-            raised.append(1)
-            raise error
-        return float(len(response.tokens))
-
-    with scheduler(reward=judge) as rollouts:
-        batch = rollouts.next_batch()
-        check(batch)
-        assert batch.metrics["failed_samples"] == 1
-        assert not rollouts.ledger()["tokens"].dropped[DropReason.FAILED]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])

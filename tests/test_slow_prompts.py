@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import pytest
-
 import april
 from april.testing import FakeEngine
 
@@ -79,20 +77,6 @@ def test_close_does_not_wait_for_a_draw() -> None:
     rollouts.close()
     assert isinstance(waiting.exception(), april.SchedulerClosed)
     prompts.gate.set()
-
-
-@pytest.mark.parametrize("error", [ValueError("no such file"), SystemExit(3)])
-def test_a_draw_that_raises_is_the_error_of_the_step(error: BaseException) -> None:
-    """Its words reach the trainer; the scheduler lives on."""
-
-    def prompts() -> Iterator[list[int]]:
-        yield [1, 3]
-        raise error
-
-    with scheduler(prompts()) as rollouts:
-        with pytest.raises(april.RolloutError, match="the prompt source failed at prompt 1"):
-            rollouts.next_batch()
-        rollouts.validate()
 
 
 def test_quick_draws_that_end_late_are_handed_over_once() -> None:

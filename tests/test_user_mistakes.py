@@ -260,18 +260,6 @@ def test_dropout_in_training_mode(caplog: pytest.LogCaptureFixture) -> None:
     assert dropping in model_support._checked_for_dropout
 
 
-@pytest.mark.parametrize("new", [[5], np.int32(7), np.array([-1])])
-def test_numbers_added_to_a_conversation(new: Any) -> None:
-    """``+`` of an array adds to every token: recognised, and told how to append."""
-
-    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
-        first = await llm.generate(max_tokens=3)
-        await llm.generate(first.conversation + new)
-
-    with pytest.raises(RolloutError, match=r"number added to each token.*\[\*completion.conversation, \*new\]"):
-        run(rollout=rollout)
-
-
 def test_an_alarm_in_a_reward_fails_at_once() -> None:
     """Signals are the main thread's: the error says so, and what to use."""
 

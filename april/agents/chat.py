@@ -75,15 +75,10 @@ class ChatRequest:
 
     Attributes:
         messages: conversation to answer; empty if ``token_ids`` are given.
-        tools: OpenAI's tool definitions.
         token_ids: prompt of ``/v1/completions`` as token ids; () if that prompt is text, None for a chat.
         sampling: sampling settings from the client: arguments of ``llm.generate``, and fields of DISTRIBUTION.
-        constraint: form that the client demands of the answer; None if it demands none.
-        stream: True if the answer is wanted as server-sent events.
         usage: True if the stream ends with token counts.
-        logprobs: True if each token's log-probability is wanted.
         return_token_ids: True if prompt and answer are wanted as token ids, too.
-        model: name of the model, which the answer repeats.
     """
 
     messages: Sequence[Message] = ()

@@ -38,12 +38,8 @@ class Rule(StrEnum):
 class Fields:
     """Request fields that are treated alike.
 
-    Attributes:
-        names: names of the fields.
-        routes: routes whose requests may have the fields.
-        rule: how the endpoint treats the fields.
-        why: what the fields do, or the reason why they do nothing.
-        neutral: for REFUSED, the accepted value of each field, which changes nothing.
+    ``why`` says what the fields do, or why they do nothing. ``neutral`` has the values with which REFUSED fields are
+    accepted, as they change nothing.
     """
 
     names: tuple[str, ...]

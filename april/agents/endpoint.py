@@ -101,7 +101,6 @@ class Endpoint:
     """The HTTP server; ``serve`` and ``close_session`` may be called from any thread.
 
     Args:
-        host: address to listen on.
         port: port to listen on; 0 means any free one.
         commit_s: seconds after which a slow answer begins with status 200 and keep-alive bytes.
         alive_s: seconds between two keep-alive bytes of a slow answer.
@@ -109,7 +108,6 @@ class Endpoint:
         clients: networks whose clients may connect, besides this machine; empty means all networks.
         grace_s: seconds for which an answer is still generated after its latest client has disconnected.
         model: name of the model in ``/v1/models``.
-        add_routes: function that adds further routes.
     """
 
     host: str = "127.0.0.1"
@@ -225,7 +223,6 @@ class Endpoint:
         return web.json_response({"object": "list", "data": [{**model, "max_model_len": context}]})
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        """Answer Anthropic's request for the number of tokens in a conversation."""
         session = self._session_of(request).session
         chat_request = ROUTES["/messages"].read(await read_json_body(request, _max_body_bytes(session)))
         return web.json_response({"input_tokens": await session.count_tokens(chat_request)})
@@ -401,7 +398,6 @@ def decode_json(raw: bytes | msgspec.Raw, kind: Any = Any) -> Any:
 
 
 async def _send_headers(request: web.Request, chat_request: ChatRequest) -> web.StreamResponse:
-    """Send the headers of a 200 response."""
     kind = "text/event-stream" if chat_request.stream else "application/json"
     response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-store"})
     await response.prepare(request)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -39,14 +37,10 @@ class Gateway:
     Args:
         tokenizer: tokenizer of the model; None means that clients can send only token ids.
         renderer: a ``renderers.RendererConfig``; None means the one for the tokenizer.
-        commit_s: seconds after which a slow answer begins with status 200 and keep-alive bytes.
-        alive_s: seconds between two keep-alive bytes of a slow answer.
+        commit_s, alive_s: see :class:`~april.agents.endpoint.Endpoint`.
         images: places the images of messages; None means that images are refused.
-        config: settings of the endpoint: its address, and the networks whose clients may connect.
-        sampling_of_clients: see :attr:`april.Config.sampling_of_clients`.
-        constraints: see :attr:`april.Config.constraints`.
 
-    Raises ConfigError for a renderer without a tokenizer, or times out of range.
+    Raises ConfigError for a renderer without a tokenizer.
     """
 
     tokenizer: Any = None
@@ -65,11 +59,6 @@ class Gateway:
     def __post_init__(self) -> None:
         if self.renderer is not None and self.tokenizer is None:
             raise ConfigError("renderer= is for llm.base_url, which also needs tokenizer=")
-        for name, least in (("commit_s", "from 0 on"), ("alive_s", "above 0")):
-            seconds = getattr(self, name)
-            number = isinstance(seconds, Real) and not isinstance(seconds, bool) and math.isfinite(seconds)
-            if not number or seconds < 0 or (seconds == 0 and name == "alive_s"):
-                raise ConfigError(f"{name} must be a number of seconds {least}, got {seconds!r}")
 
     def load(self) -> None:
         """Import the modules that ``llm.base_url`` and ``llm.chat`` need; a later import would block the event loop."""

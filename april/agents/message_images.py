@@ -23,10 +23,8 @@ REQUEST = "the request"
 class MessageImages:
     """Reads the images of one sample's messages.
 
-    Attributes:
-        images: places images among tokens, as the model's processor does.
-        reader: reads images; the reader for clients refuses file paths.
-        prompt: prompt of the sample; message parts ``{"type": "image"}`` without content refer to its images in order.
+    Message parts ``{"type": "image"}`` without content refer to the images of the ``prompt`` in order. The ``reader``
+    for clients refuses file paths.
     """
 
     images: ImagePlacer

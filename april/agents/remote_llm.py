@@ -117,8 +117,6 @@ def _unpack_error(content: bytes) -> Exception:
 
 
 class _LLMClient:
-    """Makes the calls of an ``llm`` over HTTP."""
-
     def __init__(self, remote: RemoteLLM, http: aiohttp.ClientSession) -> None:
         self._url, self._http = remote.url, http
         self._headers = {"Authorization": f"Bearer {remote.key}", "Content-Type": "application/octet-stream"}

@@ -154,16 +154,13 @@ class _ProgramProcess(asyncio.SubprocessProtocol):
         self.output_tails = {1: bytearray(), 2: bytearray()}
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Keep the end of the output."""
         self.output_tails[fd] += data
         del self.output_tails[fd][:-MAX_OUTPUT_BYTES]
 
     def process_exited(self) -> None:
-        """Note that the program itself has exited."""
         self.exited.set_result(None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Note that the program has exited and that no process holds its streams any more."""
         self.closed.set_result(None)
 
 

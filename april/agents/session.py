@@ -448,7 +448,6 @@ class Session:
     def _parse_answer(
         self, request: ChatRequest, name: str, prompt: Int32, tokens: Int32, logprobs: Float32, finish: FinishReason
     ) -> Answer:
-        """Return the generated tokens as the answer that the client gets."""
         truncated = finish is FinishReason.LENGTH
         parsed = ParsedAnswer("", "", ())
         if self.template is not None and request.token_ids is not None:

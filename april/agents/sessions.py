@@ -65,7 +65,6 @@ class _OpenSession:
             self.loop.call_soon_threadsafe(_resolve, self.agent_started, None)
 
     def set_outcome(self, outcome: dict[str, Any] | Exception) -> None:
-        """Pass the outcome, or the error, to the waiting rollout function."""
         self.loop.call_soon_threadsafe(_resolve, self.outcome, outcome)
 
 
@@ -94,8 +93,7 @@ class Sessions:
         key_file: file that holds the key, readable by its owner only; it is created if it is missing.
         host: address to listen on for orchestrator and agents; ``base_url`` has the host that the orchestrator uses.
         port: port to listen on; 0 means any free one. Only with a fixed port can agents continue after a restart.
-        commit_s: seconds after which a slow answer begins with status 200 and keep-alive bytes.
-        alive_s: seconds between two keep-alive bytes of a slow answer.
+        commit_s, alive_s: see :class:`april.RolloutScheduler`.
     """
 
     key: str = field(default="", repr=False)

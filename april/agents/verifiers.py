@@ -20,14 +20,6 @@ NO_MODEL = (
     "model of its own in the environment's configuration: {0}.model, {0}.client.base_url and {0}.client.api_key_var"
 )
 
-SLOW_START_S = 30.0
-"""Seconds without a request to the policy after which a warning about an episode is logged."""
-SLOW_START = (
-    "an episode of verifiers has run for %g s without a request to the policy. verifiers first installs what its "
-    "harness and tools need, with uv, which waits minutes for a package index that does not answer: set "
-    "UV_DEFAULT_INDEX to an index that this machine reaches, and timeout.setup of the environment's agent"
-)
-
 
 class Verifiers:
     """Makes prompts, rollout and reward of a RolloutScheduler from an environment (``verifiers.v1.Env``).
@@ -56,7 +48,6 @@ class Verifiers:
         """Task that runs the environment's servers."""
         self._started: asyncio.Future[None]
         """Future that is done once the servers have started, or could not start."""
-        self._slow_start_named = False
 
     @property
     def prompts(self) -> _Prompts:
@@ -83,12 +74,8 @@ class Verifiers:
             # the policy must not learn from the answers of other agents
             served.register_name(trace.id, "" if trace.agent.trainable else NO_MODEL.format(trace.agent.name))
 
-        slow_start = asyncio.get_running_loop().call_later(SLOW_START_S, self._name_slow_start, served)
-        try:
-            await self._start_servers()
-            episode = await self.environment.run_episode(task, context, on_trace=on_trace)
-        finally:
-            slow_start.cancel()
+        await self._start_servers()
+        episode = await self.environment.run_episode(task, context, on_trace=on_trace)
         if not episode.ok:
             failed = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
             raise RolloutError("; ".join(f"{e.type}: {e.message}" for e in failed) or "the episode is not ok")
@@ -116,12 +103,6 @@ class Verifiers:
             else:
                 started.set_exception(error)
 
-    def _name_slow_start(self, served: ServedSession) -> None:
-        """Warn, only once, if an episode has sent no request: uv shows nothing while it waits for the network."""
-        if not self._slow_start_named and not served.session.requests:
-            self._slow_start_named = True
-            log.warning(SLOW_START, SLOW_START_S)
-
     def reward(self, prompt: Prompt, response: Response) -> float:
         """Return the reward of the episode's trainable trace; raises UsageError unless there is exactly one."""
         traces = [trace for trace in response.output.traces if trace.agent.trainable]
@@ -134,8 +115,6 @@ class Verifiers:
 
 
 class _Prompts:
-    """Iterates over the tasks as prompts."""
-
     def __init__(self, taskset: Any, tokenizer: Any) -> None:
         self._taskset = taskset
         self._tokenizer = tokenizer

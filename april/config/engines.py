@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from typing import Annotated, Literal, Self, get_args
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 
@@ -22,7 +22,7 @@ from april.config.values import (
     shown_address,
 )
 from april.errors import ConfigError
-from april.text.server_text import clean, hide, quoted
+from april.text.server_text import hide, quoted
 
 ANY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - refused in the address of a server
 """Addresses that a server can listen on, but under which no client can reach it."""
@@ -33,7 +33,7 @@ def checked_url(url: str) -> str:
 
     Raises:
         ConfigError: the URL does not look like http(s)://host:port, or its host is an address only for listening (see
-            :data:`ANY_ADDRESS`). The message suggests a correction if possible.
+            :data:`ANY_ADDRESS`).
     """
     try:
         parts = urlsplit(url)
@@ -45,8 +45,7 @@ def checked_url(url: str) -> str:
     except ValueError:  # a wrong port
         valid = False
     if not valid or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username or parts.password:
-        got, instead = quoted(shown_address(url), 100), clean(_suggested_url(url, parts, valid))
-        raise ConfigError(f"an engine's URL must look like http://host:port, got {got}{instead}")
+        raise ConfigError(f"an engine's URL must look like http://host:port, got {quoted(shown_address(url), 100)}")
     if parts.hostname in ANY_ADDRESS:
         port = "" if parts.port is None else f":{parts.port}"
         raise ConfigError(
@@ -59,19 +58,6 @@ def checked_url(url: str) -> str:
 def name_at(url: str) -> str:
     """Return the name of the engine at a URL from :func:`checked_url`: its host:port."""
     return urlsplit(url).netloc
-
-
-def _suggested_url(url: str, parts: SplitResult, valid: bool) -> str:
-    """Return advice on what to write instead of a wrong address; empty if a part of it may be secret."""
-    if parts.query or parts.fragment or "@" in url:
-        return ""
-    if "://" not in url:
-        host, _, path = url.partition("/")
-        beyond = f", without /{path}" if path else ""
-        return f"; write http://{host}{beyond}" if ":" in host else f"; write http://{host or 'host'}:PORT{beyond}"
-    if valid:  # then the path is the mistake
-        return f"; write {parts.scheme}://{parts.netloc}, without {parts.path}: april adds the routes"
-    return ""
 
 
 def checked_key(key: str) -> str:

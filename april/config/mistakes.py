@@ -75,20 +75,6 @@ NAMES_ELSEWHERE: dict[str, str] = {
     for other in others.split()
 }
 """april's settings, by the names that TRL, verl, slime, OpenRLHF, AReaL and others use."""
-_TRAINERS_OWN = (
-    "steps_per_generation num_iterations gradient_accumulation_steps per_device_train_batch_size micro_batch_size "
-    "ppo_mini_batch_size learning_rate lr eps_clip beta kl_coef kl_loss_coef init_kl_coef weight_decay max_grad_norm"
-)
-_SERVERS_OWN = "gpu_memory_utilization mem_fraction_static max_model_len context_length enforce_eager dtype"
-_ARGUMENTS = (
-    "prompts reward group_reward filter rollout model tokenizer processor renderer engines record progress exporters"
-)
-NO_SETTINGS: dict[str, str] = {
-    **dict.fromkeys(_TRAINERS_OWN.split(), "belongs to the trainer; april only has settings for rollouts"),
-    **dict.fromkeys(_SERVERS_OWN.split(), "belongs to the command that starts the server, or to the embedded model"),
-    **dict.fromkeys(_ARGUMENTS.split(), "is an argument of RolloutScheduler, not a setting"),
-}
-"""Names that have no counterpart in the configuration, with an explanation of where they belong."""
 
 
 @dataclass(frozen=True, slots=True)

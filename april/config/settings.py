@@ -22,7 +22,6 @@ from april.config.engines import ENGINE_CONFIGS, EngineConfig, TransformersEngin
 from april.config.images import ImagesConfig
 from april.config.mistakes import (
     NAMES_ELSEWHERE,
-    NO_SETTINGS,
     UNSUPPORTED,
     Mistake,
     SettingName,
@@ -381,7 +380,6 @@ class Config(Model):
 
     @staticmethod
     def _number(value: Any) -> Any:
-        """Return the value of a setting, or None if it is auto."""
         return None if value == AUTO else value
 
     @property
@@ -549,11 +547,8 @@ def _mistake(item: Any) -> Mistake:
         case "missing":
             return Mistake(where, ": is required")
         case "union_tag_invalid":
-            ctx = item["ctx"]
-            near = difflib.get_close_matches(str(ctx["tag"]), _ENGINES, 1, 0.75)
-            meant = f"; do you mean {near[0]}?" if near else ""
-            no_kind = f": april has no engine {without_contents(str(ctx['tag']))}; it has {ctx['expected_tags']}{meant}"
-            return Mistake(_KIND, no_kind)
+            tag, known = item["ctx"]["tag"], item["ctx"]["expected_tags"]
+            return Mistake(_KIND, f": april has no engine {without_contents(str(tag))}; it has {known}")
         case "model_attributes_type" | "model_type" | "dict_type":
             hint = f"; write engine: {{kind: {item['input']}}}" if str(item["input"]) in _ENGINES else ""
             return Mistake(where, f": expected a mapping of settings{got}{hint}")
@@ -571,15 +566,6 @@ _REQUIRED = "the addresses of the servers, such as http://127.0.0.1:8000"
 """Description of ``engine.urls``. No other setting of any engine is required."""
 
 
-_ENGINE_NAMES = dict.fromkeys(("base_url", "api_base", "server_url", "host", "endpoint", "endpoints"), "urls") | {
-    "max_model_len": "max_len",
-    "context_length": "max_len",
-    "served_model_name": "model",
-    "router_url": "router",
-}
-"""Settings of engines, by the names that servers and their clients use."""
-
-
 def _why_unknown(where: SettingName, kind: str | None, value: Any) -> Mistake:
     """Return a mistake that suggests a name for an unknown setting; ``kind`` is None outside of ``engine``."""
     name = where.path.rpartition(".")[2]
@@ -587,7 +573,7 @@ def _why_unknown(where: SettingName, kind: str | None, value: Any) -> Mistake:
         return _why_unknown_in_engine(where, name, kind)
     inside = [f"{parent}{key}" for key in value for parent in ("", f"{name}.")] if isinstance(value, Mapping) else []
     near = next(filter(None, map(NAMES_ELSEWHERE.get, [name, *inside])), None)  # also names inside a trainer's section
-    if near is None and (reason := NO_SETTINGS.get(name) or UNSUPPORTED.get(name)):
+    if near is None and (reason := UNSUPPORTED.get(name)):
         return Mistake(where, f": {reason}")
     engines = {field for engine in ENGINE_CONFIGS for field in engine.model_fields}
     sections = {"": Config.model_fields, "sampling.": SamplingConfig.model_fields, "engine.": engines}
@@ -603,7 +589,6 @@ def _why_unknown_in_engine(where: SettingName, name: str, kind: str) -> Mistake:
     if others:
         return Mistake(where, " belongs to ", _KIND, f" {' or '.join(others)}, not to {kind}")
     known = [field for field in _ENGINES[kind].model_fields if field != "kind"]
-    near = [_ENGINE_NAMES[name]] if _ENGINE_NAMES.get(name) in known else difflib.get_close_matches(name, known, 1, 0.7)
-    if near:
+    if near := difflib.get_close_matches(name, known, 1, 0.7):
         return Mistake(where, f": unknown setting; do you mean engine.{near[0]}?")
     return Mistake(where, ": unknown setting; ", _KIND, f" {kind} has {', '.join(known)}")

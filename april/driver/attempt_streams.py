@@ -39,8 +39,6 @@ DECODING_RETRIES_S = (0.05, 0.2, 0.8)
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """State of the response stream of one attempt."""
-
     attempt: Attempt
     streams: AttemptStreams
     checks: AnswerChecks

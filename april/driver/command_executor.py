@@ -33,8 +33,6 @@ class CommandExecutor:
     """Runs the engines and user functions of one scheduler; must be created and used on its event loop.
 
     Args:
-        core: Core that gives the commands.
-        post: Callback that passes an event to the core.
         failed: Callback for a failed engine call, with its number and error; called before the call's event is posted.
         broke: Callback for an unexpected error of a background task.
     """

@@ -28,9 +28,7 @@ CLOSE_S = 10.0
 class EngineRoster:
     """Adds engines to a running scheduler and removes them; must be used on its event loop.
 
-    Args:
-        engines: List of all engines of the scheduler; this class changes it.
-        attachments: Kinds of attachments that prompts may have, such as ``image``.
+    ``engines`` lists all engines of the scheduler; this class changes the list.
     """
 
     def __init__(

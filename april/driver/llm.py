@@ -289,10 +289,7 @@ class LLM:
     ) -> Completion:
         """:meth:`generate` for a trainer that sends the requests and their attachments to its servers itself.
 
-        Args:
-            token_ids: Conversation, as for :meth:`generate`.
-            sampling: Fields of :class:`~april.core.sampling.SamplingParams` that differ from the configuration.
-            attached: Attachments of the whole conversation.
+        ``sampling`` has fields of :class:`~april.core.sampling.SamplingParams` that differ from the configuration.
         """
         changed = replace(self.sampling, **sampling)
         return await self._one_at_a_time(changed, as_token_ids(token_ids), attached=attached)
@@ -435,15 +432,9 @@ def checked_call(
     chain = sample.chains[0]
     have = chain.conversation(chain.seen_tokens)
     if not np.array_equal(token_ids[: len(have)], have):
-        if len(token_ids) == len(have) and (token_ids != have).all():
-            raise UsageError(
-                "llm.generate was given the conversation with a number added to each token, which is what + does with "
-                "an array; append with [*completion.conversation, *new] or np.concatenate((completion.conversation, "
-                "new))"
-            )
         raise RolloutError(
             "llm.generate was given tokens that do not begin with the prompt and everything generated so far; append "
-            "to Completion.conversation, and never rewrite it"
+            "to Completion.conversation ([*completion.conversation, *new]), and never rewrite it"
         )
     new = token_ids[len(have) :]
     if len(new) and new.max() >= vocab_size:

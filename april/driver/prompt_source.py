@@ -108,7 +108,7 @@ class PromptSource:
         self._failed = False
         """True if the iterator has raised and yielded nothing since."""
         self._source_error = ""
-        """Error message if the iterator failed and cannot be started again; empty otherwise."""
+        """Error message if the iterator has failed and ended; empty otherwise."""
         self.is_slow = self._reader.is_slow or not isinstance(prompts, Sequence)
         """True if a draw may take long, because it may read files or query a server."""
         self._iterator = self._begin(prompts, 0)
@@ -177,8 +177,6 @@ class PromptSource:
                 self._unusable = False
                 return [], False, error
             try:
-                if self._failed:
-                    self._restart_iterator()
                 self._skip()
                 if self._changed_error is not None:
                     return prompts, False, self._changed_error
@@ -187,9 +185,8 @@ class PromptSource:
             except StopIteration:
                 if self._failed and not self._source_error:
                     self._source_error = (
-                        f"the prompt source failed after {self.position} prompts of epoch {self.epoch}, and it cannot "
-                        "start over; give a list or a data set whose __iter__ starts over, or add the remaining "
-                        "prompts with extend()"
+                        f"the prompt source failed after {self.position} prompts of epoch {self.epoch}, and gives no "
+                        "more; restart from a checkpoint, or add the remaining prompts with extend()"
                     )
                 if self._extensions:
                     self._iterator, self._extended = self._extensions.pop(0), True
@@ -217,24 +214,6 @@ class PromptSource:
             except ConfigError as error:
                 self._error, self._unusable = str(error), True
         return prompts, False, None
-
-    def _restart_iterator(self) -> None:
-        """Restart an iterator that raised, and skip to the old position, as a generator cannot go on after an error."""
-        if self._once or self._extended or getattr(self._prompts, "resumes", False):
-            return  # such a source cannot be restarted, so ask the same iterator again
-        iterator, digest = self._begin(self._prompts, self.epoch), NOTHING_DRAWN
-        for _ in range(self.position):
-            digest = self._digest_with(digest, next(iterator))
-        if digest != self._digest:
-            self._source_error = _others(self.epoch, self.position, "a failure of their source")
-            iterator = iter(())
-        self._iterator, self._failed = iterator, False
-
-    def _digest_with(self, digest: bytes, item: Any) -> bytes:
-        try:
-            return _next_digest(digest, self._prompt(item, 0, again=True))
-        except ConfigError:
-            return _next_digest(digest, None)
 
     def _prompt(self, item: Any, position: int, epoch: int = 0, *, again: bool = False) -> Prompt:
         """Make a prompt of an item; raises ConfigError if it is unusable. ``again`` is True if it was drawn before."""
@@ -345,7 +324,10 @@ class PromptSource:
         while self._to_skip:
             item = next(self._iterator)
             self._to_skip -= 1
-            self._digest = self._digest_with(self._digest, item)
+            prompt: Prompt | None = None  # stands for an unusable one
+            with suppress(ConfigError):
+                prompt = self._prompt(item, 0, again=True)
+            self._digest = _next_digest(self._digest, prompt)
             if not self._to_skip and self._digest != self._expected:
                 self._changed_error = _others(self.epoch, self.position)
 
@@ -382,10 +364,10 @@ def _ended(found: int, epoch: int, drawn: int) -> str:
     )
 
 
-def _others(epoch: int, drawn: int, after: str = "the restart") -> str:
+def _others(epoch: int, drawn: int) -> str:
     return (
-        f"the first {drawn} prompts of epoch {epoch} differ from those drawn before {after}, or are in another order; "
-        "give the same prompts again"
+        f"the first {drawn} prompts of epoch {epoch} differ from those drawn before the restart, or are in another "
+        "order; give the same prompts again"
     )
 
 

@@ -206,14 +206,8 @@ def row_rewards_of(
 ) -> tuple[float, tuple[RowReward, ...]]:
     """Convert a reward function's result to a number and its RowRewards (empty if the result is only a number).
 
-    Args:
-        value: return value of the reward function, or one item of the list that a group reward returned.
-        response: response that was scored.
-        weights: setting ``reward_weights``.
-        layout: names and shapes of the rewards of the run; the first valid reward sets it.
-
-    Raises:
-        UsageError: the value is no valid reward; names the sample.
+    ``weights`` is the setting ``reward_weights``. ``layout`` has the names and shapes of the rewards of the run; the
+    first valid reward sets it. Raises UsageError naming the sample.
     """
     where = f"the reward of {response.sample_id}"
     rows: tuple[RowReward, ...] = ()

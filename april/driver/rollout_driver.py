@@ -285,15 +285,7 @@ class RolloutDriver:
     async def evaluate(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, seed: int
     ) -> EvaluationResult:
-        """Generate ``n_samples`` responses to each prompt and score them by the reward function of training.
-
-        If engines generate only while the trainer waits (stepwise), training's requests end first. Training's partial
-        samples and counters do not change. A request that fails starts again on another engine, with the same seed.
-
-        Raises:
-            RolloutError: there is no reward function, or a rollout or reward function failed (for a named prompt).
-            EngineError: no engine is left.
-        """
+        """Do the same as ``RolloutScheduler.evaluate``. A request that fails starts again with the same seed."""
         local, samples = self.executor, self.executor.samples
         self._refuse_paused("evaluate")
         if local.functions.reward is None and local.functions.group_reward is None:
@@ -335,17 +327,8 @@ class RolloutDriver:
     ) -> PolicyVersion:  # fmt: skip
         """Pause the engines, await ``transfer``, load the new version, commit trained batches, and resume.
 
-        An update that is requested while another update runs starts after it.
-
-        Args:
-            trained: Number of the last batch that these weights were trained on. None means the oldest delivered batch
-                that no earlier update commits; if there is none, the newest delivered batch.
-            label: Number of the new version, greater than all earlier numbers; None means the last number plus one.
-            update: Update object that the trainer's thread has made; replaces ``transfer``.
-
-        Raises ConfigError, before anything happens, if a server would get no weights, batch ``trained`` does not exist,
-        or the label is too small. Also raises errors of the transfer or an engine; the version is unchanged then. See
-        ``april.core.weight_updates``.
+        Arguments and errors are those of ``RolloutScheduler.weight_update``. An update that is requested while another
+        update runs starts after it. ``update`` is made by the trainer's thread, and replaces ``transfer``.
         """
         self._raise_if_broken()
         update = update or WeightUpdate(transfer)
@@ -420,7 +403,6 @@ class RolloutDriver:
         return number
 
     def _uncommitted(self) -> list[int]:
-        """Return the numbers of the batches that the trainer got and has not committed."""
         return [] if self.handed_out is None else [b for b in self.core.leased if b <= self.handed_out]
 
     # ---------------------------------------------------------------- engines that come and go
@@ -636,7 +618,6 @@ class RolloutDriver:
         quick = False
 
         def ended(outcome: Outcome) -> None:
-            """Post the prompts that the thread has drawn."""
             if quick:
                 return
             self._drawing = False

@@ -123,16 +123,7 @@ class _RunningSample:
 
 @dataclass(slots=True, eq=False, repr=False)
 class SampleFunctions:
-    """Runs the user's functions for all samples.
-
-    Args:
-        core: core that gives the commands.
-        functions: functions of the user.
-        rollout: coroutine function that runs the user's rollout function.
-        settings: default sampling, and limits of calls and tokens.
-        calls: object that calls the functions with their time limits.
-        post: function that passes an event to the core.
-    """
+    """Runs the user's functions for all samples; ``_post`` passes events to the core."""
 
     _core: RolloutCore
     _functions: UserFunctions
@@ -291,7 +282,6 @@ class SampleFunctions:
             return runner.chat
 
         def ended(output: Any, error: BaseException | None) -> None:
-            """Post how the function ended."""
             unread = self._close_endpoint(runner)
             if output is not None and self._runners.get(sample.id) is runner:
                 self._outputs[sample.id] = output

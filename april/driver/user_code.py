@@ -111,13 +111,6 @@ PARAMETERS = {
 """Parameters with which each kind of function is called."""
 
 
-def check_signatures(**functions: Any) -> None:
-    """Raise ConfigError for functions that cannot be called with the PARAMETERS of their kind; None is skipped."""
-    for kind, function in functions.items():
-        if function is not None:
-            check_function(kind, function, PARAMETERS[kind])
-
-
 def name_of(function: Callable[..., Any]) -> str:
     """Return the name under which the user knows a function; for a partial, the name of its function."""
     while isinstance(function, functools.partial):

@@ -105,11 +105,9 @@ class TrainerUpdate(WeightUpdate):
     """A weight update that the trainer's thread requests, and whose transfer function runs in that thread.
 
     Args:
-        thread: Thread of april's event loop.
         transfer: Function that gives the weights to the paused engines, whose names are its argument; None if the
             engines load the weights themselves.
         asked: Call name, path and other arguments, by which an interrupted call is recognised when it is repeated.
-        sender: april's weight sender, if the transfer uses it.
         limit_s: Maximum number of seconds for the transfer function, after which the update fails; None means no limit.
     """
 
@@ -323,11 +321,8 @@ def directory_for(
 ) -> str | None:  # fmt: skip
     """Check the path of an update, and return it as the engines need it: absolute if there are servers.
 
-    Args:
-        engines: Engines by name. Servers are those that are remote and do not share the trainer's weights.
-        written: True if a transfer gives the engines the weights.
-        what: Name of the trainer's call, for messages.
-        in_flight: What happens to requests in flight during the update.
+    Servers are engines that are remote and do not share the trainer's weights. ``written`` says that a transfer gives
+    the engines the weights, ``what`` is the name of the trainer's call, for messages.
 
     Raises:
         ConfigError: there are servers, but neither a path nor a transfer, so they would keep the old weights; or the

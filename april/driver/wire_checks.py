@@ -26,8 +26,6 @@ class AnswerChecks:
     """Checks the response to one request, chunk by chunk and at its end.
 
     Args:
-        request: Request as it was sent.
-        vocab_size, max_context: Limits of the engine.
         eos_token_ids: Ids that end every response; if they are unknown (empty), the engine's finish reason is trusted.
         oldest: Oldest policy version that a token may have; None means any version.
         layout: Shape and type of the rows of each extra (named array with one row per token) in this run. The response
@@ -217,12 +215,8 @@ def check_end(
     tokens were lost. STOP requires a last token that ends responses, and at least ``min_tokens`` tokens. ABORT is
     accepted even if april did not abort the request; the response is continued then.
 
-    Args:
-        end: Last chunk, with the finish reason.
-        request: Request as it was sent.
-        count: Number of tokens received, at least 1; ``last_token`` is the last of them.
-        max_context: Maximum number of tokens of prompt and response in the engine.
-        eos_token_ids: Ids that end every response; if they are unknown (empty), the engine's finish reason is trusted.
+    ``end`` is the last chunk, ``count`` the number of tokens received, at least 1. If ``eos_token_ids`` is empty, the
+    ids that end responses are unknown, and the engine's finish reason is trusted.
     """
     sampling = request.sampling
     if end.finish == EngineFinish.LENGTH:
