@@ -86,7 +86,7 @@ class TimedSglangServer(FakeSglangServer):
 
     def __init__(self, cost: DecodeCost, lengths: ResponseLengths, max_running: int) -> None:
         super().__init__(vocab_size=VOCAB_SIZE, eos=EOS, context=CONTEXT, max_running=max_running, incremental=False)
-        self.params = self.params | SLIME_PARAMS
+        self.known_params = self.known_params | SLIME_PARAMS
         self._cost, self._lengths, self._places = cost, lengths, max_running
         self._responses = Responses()
         self._ids = count()

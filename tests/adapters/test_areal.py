@@ -393,6 +393,7 @@ def test_images_are_known_by_their_content(call: Call) -> None:
 
 
 @pytest.mark.parametrize(("more", "message"), [
+    ({"n_samples": 2}, "a request for 2 samples: a workflow must ask once per sample"),
     ({"max_tokens": 2}, "a prompt of 2 tokens leaves no room for a response: max_tokens=2"),
 ])  # fmt: skip
 def test_requests_that_cannot_be(call: Call, more: dict[str, Any], message: str) -> None:

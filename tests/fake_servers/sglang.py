@@ -119,6 +119,8 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         common: of :class:`FakeServer`; an update takes the last part of its path for the name of the weights.
     """
 
+    known_params = KNOWN_PARAMS
+
     def __init__(
         self, *, incremental: bool = True, spans: bool = True, labels: bool = True,
         logprobs: str = "temperature", transfers: bool = True, loras: FakeAdapters | None = None,
@@ -301,7 +303,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         params, ids = body.get("sampling_params", {}), body.get("input_ids")
         if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
             return {"object": "error", "message": "input_ids must be integers", "code": 400}
-        if unknown := sorted(set(params) - KNOWN_PARAMS):
+        if unknown := sorted(set(params) - self.known_params):
             return {"error": f"Unexpected keyword argument '{unknown[0]}'"}
         biased = [key for key in params.get("logit_bias", {}) if not 0 <= int(key) < self.vocab_size]
         if biased:

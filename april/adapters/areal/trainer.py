@@ -86,6 +86,10 @@ class WorkflowEngine:
             return await inner.agenerate(req)
         prompt, sampling = list(req.input_ids), req.gconfig
         room = min(sampling.max_tokens - len(prompt), sampling.max_new_tokens)
+        if sampling.n_samples != 1:
+            raise RolloutError(
+                f"a request for {sampling.n_samples} samples: a workflow must ask once per sample, with n_samples=1"
+            )
         if room <= 0:
             raise RolloutError(
                 f"a prompt of {len(prompt)} tokens leaves no room for a response: max_tokens={sampling.max_tokens}, "
