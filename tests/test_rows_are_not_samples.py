@@ -25,11 +25,6 @@ CONFIG = april.Config(
 )  # fmt: skip
 
 
-def test_rows_of_a_sample_are_together() -> None:
-    """Four samples of one to three rows, in the order of the batch."""
-    assert [[row.chain for row in rows] for rows in rows_by_sample(batch().samples)] == [[0, 1, 4], [0], [1], [0, 2]]
-
-
 def test_a_batch_says_how_many_samples_and_rows_it_has() -> None:
     """Where each sample is a row, it does not say so twice."""
     assert "samples=4 rows=7 tokens=25" in repr(batch())

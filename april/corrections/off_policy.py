@@ -117,14 +117,11 @@ class DriftGuard:
     recent: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         limit, batches = number("DriftGuard", "limit", self.limit), number("DriftGuard", "batches", self.batches)
         if not 0 < limit < math.inf or not 1 <= batches < math.inf or batches % 1:
             raise ValueError(
                 f"DriftGuard: give a limit above 0 and a whole number of batches from 1, got {limit:g} and {batches:g}"
             )
-        if not isinstance(self.recent, (list, tuple)):
-            raise ValueError(f"DriftGuard: recent must be the list of an earlier guard, got {self.recent!r:.100}")
         self.batches, self.recent = int(batches), [number("DriftGuard", "each of recent", kl) for kl in self.recent]
 
     def exceeded(self, report: Mapping[str, float]) -> bool:
