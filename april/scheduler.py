@@ -32,7 +32,7 @@ from april.driver.loop_thread import LoopThread, Reply
 from april.driver.prompt_reader import PromptReader, iterate
 from april.driver.prompt_source import PromptSource
 from april.driver.rewards import EvaluationResult, rewards_differ
-from april.driver.rollout_driver import DriverOptions, RolloutDriver
+from april.driver.rollout_driver import RolloutDriver
 from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.driver.tracebacks import shorten
 from april.driver.user_calls import WorkerThreads
@@ -263,11 +263,9 @@ class RolloutScheduler(BatchIterator):
             self._driver = self._thread.call(
                 lambda: RolloutDriver(
                     settings, rollouts, self._engines, source, functions,
-                    DriverOptions(
-                        check=check, draw_in_thread=self._thread.threads_wake_it, config=config.to_mapping(),
-                        record=record if record is None or isinstance(record, RunRecord) else RunRecord(record),
-                        delivered=self._observers.delivered, blocked=self._thread.blocked,
-                    ),
+                    check=check, draw_in_thread=self._thread.threads_wake_it, config=config.to_mapping(),
+                    record=record if record is None or isinstance(record, RunRecord) else RunRecord(record),
+                    delivered=self._observers.delivered, blocked=self._thread.blocked,
                 )
             )  # fmt: skip
         except BaseException as error:

@@ -25,7 +25,7 @@ from april.driver.detokenizer import Detokenizer
 from april.driver.llm import RolloutFunction, single_turn
 from april.driver.long_waits import WARN_AFTER_S
 from april.driver.prompt_source import PromptSource
-from april.driver.rollout_driver import DriverOptions, RolloutDriver
+from april.driver.rollout_driver import RolloutDriver
 from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.engines.protocol import Capabilities, Request
 from april.engines.simulated.decode_cost import DecodeCost
@@ -207,7 +207,7 @@ class Rollouts:
             self.engines,
             PromptSource(prompts, VOCAB, epochs),
             functions,
-            options=DriverOptions(check=check, record=record),
+            check=check, record=record,
         )
         self.core = self.driver.core
         _made.append(self)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ from april.driver.long_waits import LongWaits
 from april.driver.prompt_source import Position, PromptSource, RemainingPrompts, warn_of_equal_rollouts
 from april.driver.rewards import EvaluationResult
 from april.driver.sample_functions import RolloutSettings, UserFunctions
-from april.driver.step_limit import StepLimit
+from april.driver.step_limit import EngineCosts
 from april.driver.user_code import Outcome, describe, run_as_user_code
 from april.driver.weight_update import OpenUpdates, Transfer, WeightUpdate, directory_for
 from april.engines.http.weight_directories import is_adapter
@@ -83,26 +83,18 @@ EVALUATION_ERRORS = {
 """Type of the error that a failed evaluation raises, by the kind of failure; EngineError for all other kinds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverOptions:
-    """Options of a driver that do not affect scheduling: checks, threads, and callbacks that observe the run."""
-
-    check: bool = False
-    """True if the core's whole state is cross-checked after every event."""
-    draw_in_thread: bool = False
-    """True if slow prompts are drawn in a thread; False on a virtual clock, which would not wait for the thread."""
-    record: RunRecord | None = None
-    config: Mapping[str, Any] | None = None
-    """Configuration that is written into the record."""
-    delivered: Callable[[Batch], None] | None = None
-    """Callback for each delivered batch."""
-    blocked: Callable[[], tuple[float, str]] = lambda: (0.0, "")
-    """Callback that returns for how many seconds user functions have blocked the loop since the last call, and the name
-    of the function that blocked it longest."""
-
-
 class RolloutDriver:
-    """Runs one scheduler core: sends its requests to the engines and calls the user's functions for it."""
+    """Runs one scheduler core: sends its requests to the engines and calls the user's functions for it.
+
+    Args:
+        check: True if the core's whole state is cross-checked after every event.
+        draw_in_thread: True if slow prompts are drawn in a thread; False on a virtual clock, which would not wait for
+            the thread.
+        config: Configuration that is written into the ``record``.
+        delivered: Callback for each delivered batch.
+        blocked: Callback that returns for how many seconds user functions have blocked the loop since the last call,
+            and the name of the function that blocked it longest.
+    """
 
     def __init__(
         self,
@@ -111,21 +103,23 @@ class RolloutDriver:
         engines: Sequence[Engine],
         source: PromptSource,
         functions: UserFunctions,
-        options: DriverOptions = DriverOptions(),  # frozen
+        *,
+        check: bool = False,
+        draw_in_thread: bool = False,
+        record: RunRecord | None = None,
+        config: Mapping[str, Any] | None = None,
+        delivered: Callable[[Batch], None] = lambda batch: None,
+        blocked: Callable[[], tuple[float, str]] = lambda: (0.0, ""),
     ) -> None:
         first = [limits_of(engine) for engine in engines]
-        self.core = RolloutCore(settings, first, check=options.check)
+        self.core = RolloutCore(settings, first, check=check)
         self.now = asyncio.get_running_loop().time
-        self._options = options
+        self._draw_in_thread, self._delivered, self._blocked = draw_in_thread, delivered, blocked
         self._times = RunTimes(self.core)
         self.requests = RequestLog(self.core, self.now)
-        self.recorder = (
-            None
-            if options.record is None
-            else Recorder(options.record, self.core, self.now, self.requests, options.config)
-        )
-        self._limit = StepLimit(self.requests)
-        self._auto = RunTuning(self.core, self._limit.costs, self.post) if settings.auto else None
+        self.recorder = None if record is None else Recorder(record, self.core, self.now, self.requests, config)
+        self._costs = EngineCosts(self.requests)
+        self._auto = RunTuning(self.core, self._costs, self.post) if settings.auto else None
         follows = all(LogprobKind(e.logprob_kind).follows_temperature for e in first)
         self._settings = replace(rollouts, any_temperature=follows)
         self.sampling = rollouts.sampling
@@ -552,7 +546,7 @@ class RolloutDriver:
 
     async def _rest_from(self, prompts: dict[str, Any]) -> RemainingPrompts:
         """Skip the prompts that were drawn before a restart, in a thread if the source may be slow."""
-        if not (self._options.draw_in_thread and self._source.is_slow):
+        if not (self._draw_in_thread and self._source.is_slow):
             return self._source.remaining_after(prompts)
         threads, remaining_after = self.executor.worker_threads, self._source.remaining_after
         rest: RemainingPrompts = await threads.call(run_as_user_code, remaining_after, prompts)
@@ -588,7 +582,7 @@ class RolloutDriver:
                 if self._pump.handled >= self._collect_at:
                     self._collect_at = self._pump.handled + HANDLED_PER_COLLECTION
                     collect_garbage(self.core.held_bytes)
-                    self._limit.costs.fit_again()
+                    self._costs.fit_again()
         except Exception as error:
             # the core's state may be inconsistent, so no later result could be trusted
             self._stop_with_error(error)
@@ -611,7 +605,7 @@ class RolloutDriver:
 
     def _draw(self, command: do.DrawPrompts) -> None:
         source, count = self._source, command.count
-        if not (self._options.draw_in_thread and source.is_slow):
+        if not (self._draw_in_thread and source.is_slow):
             self.post(ev.PromptsDrawn(*source.draw(count)))
             return
 
@@ -676,19 +670,18 @@ class RolloutDriver:
             out = {sample.id for others in self.core.leased.values() for sample in others}
             self._outputs = {name: output for name, output in self._outputs.items() if name in out} | outputs
         times = self._times.delivered(self.now())
-        blocked_s, blocking = self._options.blocked()
+        blocked_s, blocking = self._blocked()
         times |= {"loop_blocked_s": blocked_s}
         unasked = {"unasked_extras": float(self.executor.streams.unrequested_extras.total())}
         why = bottleneck(times, self.core.settings, blocking, first=self._times.batches == 1)
         metrics = {**batch.metrics, **times, **unasked}
-        metrics |= self._limit.metrics(metrics, self._times.places)
+        metrics |= self._costs.limit_metrics(metrics, self._times.places)
         batch = replace(batch, metrics=metrics, bottleneck=why)
         if self._auto is not None:
             batch = self._auto.add_batch(batch)
         if self.recorder is not None:
             self.recorder.record_batch(batch)
-        if self._options.delivered is not None:
-            self._options.delivered(batch)
+        self._delivered(batch)
         log.info("batch %d: %s", batch.id, why or "it was ready already")
         if batch.id == 0 and len(batch.group_sizes) < self.core.settings.rollout_batch_size:
             log.warning((

@@ -130,21 +130,13 @@ class EngineCosts:
         found = self._fitted.get(engine) or next(iter(self._fitted.values()), None)
         return None if found is None else found.cost
 
-
-class StepLimit:
-    """Computes, for each batch, the metrics of its step's distance from the limit."""
-
-    def __init__(self, requests: RequestLog) -> None:
-        self._requests = requests
-        self.costs = EngineCosts(requests)
-
-    def metrics(self, metrics: Mapping[str, float], places: float) -> dict[str, float]:
+    def limit_metrics(self, metrics: Mapping[str, float], places: float) -> dict[str, float]:
         """Return a batch's metrics ``of_limit`` and ``lost_*``; empty while the cost of all engines is unknown.
 
         ``metrics`` are the batch's other metrics, ``places`` the number of request places of all engines.
         """
-        self.costs.fit_again(FITS_AT_A_TIME, QUICK_FIT)
-        known = [(self.costs.of(name), brought) for name, brought in self._requests.take_sums().items()]
+        self.fit_again(FITS_AT_A_TIME, QUICK_FIT)
+        known = [(self.of(name), brought) for name, brought in self._requests.take_sums().items()]
         found = distance_of(
             ((cost, brought) for cost, brought in known if cost is not None),
             places=places, seconds=metrics["step_s"], again=metrics["reprefill_tokens"],
