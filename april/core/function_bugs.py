@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import NamedTuple
 
 from april.core.settings import CoreSettings
 from april.core.types import Sample, SampleId
@@ -26,12 +27,20 @@ class FunctionKind(StrEnum):
     FILTER = "filter"
 
 
+class BugVerdict(NamedTuple):
+    """Says whether a failure is likely to be a bug in the user's function, and whether that is certain."""
+
+    likely: bool
+    certain: bool
+
+
 class BugDetector:
     """Counts the failures of the user's functions by kind (exception and line), to recognise bugs in them."""
 
     def __init__(self, settings: CoreSettings) -> None:
-        self._groups = max(2, min(settings.over_sampling_batch_size, CERTAIN_AFTER_GROUPS))
-        self._samples = min(self._groups * settings.n_samples_per_prompt, CERTAIN_AFTER_SAMPLES)
+        self.groups = max(2, min(settings.over_sampling_batch_size, CERTAIN_AFTER_GROUPS))
+        """Number of prompts for which a function must fail in the same way before a bug is certain."""
+        self._samples = min(self.groups * settings.n_samples_per_prompt, CERTAIN_AFTER_SAMPLES)
         self._succeeded: set[FunctionKind] = set()
         self._failed: defaultdict[tuple[FunctionKind, str], set[SampleId]] = defaultdict(set)
 
@@ -41,15 +50,14 @@ class BugDetector:
 
     def record_failure(
         self, function: FunctionKind, kind: str, samples: Iterable[Sample], others: Iterable[Sample] = ()
-    ) -> bool:
-        """Record a failed call for these samples; return True if the function certainly fails for all samples.
+    ) -> BugVerdict:
+        """Record a failed call for these samples. An empty ``kind`` marks a failure that may be temporary.
 
-        An empty ``kind`` marks a failure that may be temporary. ``others`` are samples whose calls have not ended;
-        while they outnumber the failures, nothing is certain.
+        ``others`` are samples whose calls have not ended; while they outnumber the failures, no bug is certain.
         """
         if not kind or function in self._succeeded:
-            return False
+            return BugVerdict(likely=False, certain=False)
         failed = self._failed[function, kind]
         failed.update(sample.id for sample in samples)
-        enough = len(failed) >= self._samples and len({group for group, _ in failed}) >= self._groups
-        return enough and sum(s.id not in failed for s in others) <= len(failed)
+        enough = len(failed) >= self._samples and len({group for group, _ in failed}) >= self.groups
+        return BugVerdict(likely=True, certain=enough and sum(s.id not in failed for s in others) <= len(failed))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from april.core import commands as do
 from april.core import events as ev
 from april.core.context import CoreContext
-from april.core.function_bugs import BugDetector, FunctionKind
+from april.core.function_bugs import BugDetector, BugVerdict, FunctionKind
 from april.core.group_completion import GroupCompletion
 from april.core.row_rewards import RowReward
 from april.core.sample_calls import SampleCalls
@@ -73,14 +73,15 @@ class FunctionResults:
         whole = self._context.settings.group_reward and not rollout
         function = FunctionKind.ROLLOUT if rollout else FunctionKind.REWARD
         kind, failed = event.kind * (sample.evaluation is None), sample.group.members if whole else [sample]
-        fails_always = self._bugs.record_failure(function, kind, failed, self._still_running(sample, whole=whole))
+        verdict = self._bugs.record_failure(function, kind, failed, self._still_running(sample, whole=whole))
+        waits = self._should_pause(verdict)
         if sample.state is not FINISHED:
-            self._lifecycle.retry_or_give_up(sample, event.error)
+            self._lifecycle.retry_or_give_up(sample, event.error, waits=waits)
         elif blamed := self._sample_awaiting_reward(sample):
-            self._lifecycle.retry_or_give_up(blamed, event.error)
+            self._lifecycle.retry_or_give_up(blamed, event.error, waits=waits)
         else:
             self._context.counters["late_events"] += 1
-        return fails_always
+        return verdict.certain
 
     def _still_running(self, sample: Sample, *, whole: bool) -> Iterator[Sample]:
         """Yield samples whose function still runs and has got at least as far as the failed function of ``sample``."""
@@ -93,6 +94,13 @@ class FunctionResults:
             for s in group.members:
                 if s.state is sample.state and (s.state is SCORING or s.has_open_call):
                     yield s
+
+    def _should_pause(self, verdict: BugVerdict) -> bool:
+        """Return True if there should be a pause before the retry.
+
+        A likely bug is retried at once while the held prompts are too few to make it certain.
+        """
+        return not verdict.likely or len(self._context.buffer.groups) >= self._bugs.groups
 
     def scored(self, event: ev.Scored) -> None:
         """Store the rewards of a group; if one of them is invalid, none is stored."""
@@ -151,17 +159,17 @@ class FunctionResults:
             context.counters["late_events"] += 1
             return False
         if event.error is not None:
-            fails_always = self._bugs.record_failure(FunctionKind.FILTER, event.kind, group.first_finishers)
+            verdict = self._bugs.record_failure(FunctionKind.FILTER, event.kind, group.first_finishers)
             group.filter_failures += 1
             context.note(group.samples[0], f"filter failed: {event.error}")
             if group.filter_failures >= context.settings.max_attempt_failures:
                 self._lifecycle.drop_group(group, DropReason.FAILED, f"filter of group {group.id}: {event.error}")
-            elif pause_s := self._lifecycle.retry_pause_s(group.filter_failures):
+            elif self._should_pause(verdict) and (pause_s := self._lifecycle.retry_pause_s(group.filter_failures)):
                 context.change_group_state(group, BEING_JUDGED, f"the filter is called again in {pause_s:g} s")
                 context.retries[context.start_timer(TimerKind.RETRY, pause_s)] = group, group.since
             else:
                 self._groups.ask_filter(group)
-            return fails_always
+            return verdict.certain
         self._bugs.record_success(FunctionKind.FILTER)
         if event.keep:
             self._groups.accept(group)

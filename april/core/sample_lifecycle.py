@@ -41,8 +41,11 @@ class SampleLifecycle:
         self._context = context
         self._groups = groups
 
-    def retry_or_give_up(self, sample: Sample, error: str) -> None:
-        """Call the failed function again, a reward function after a pause; give up after ``max_attempt_failures``."""
+    def retry_or_give_up(self, sample: Sample, error: str, *, waits: bool = True) -> None:
+        """Call the failed reward or rollout function again; give up after ``max_attempt_failures`` failures.
+
+        If ``waits`` is True, a reward function is called again only after a pause.
+        """
         context = self._context
         sample.failures += 1
         context.counts(sample)["failed_samples"] += 1
@@ -51,7 +54,7 @@ class SampleLifecycle:
             self.replace_or_drop(sample, error)
         elif sample.state is not SCORING:
             self.restart(sample, DropReason.FAILED)
-        elif pause_s := self.retry_pause_s(sample.failures):
+        elif waits and (pause_s := self.retry_pause_s(sample.failures)):
             sample.retry_timer = context.start_timer(TimerKind.RETRY, pause_s)
             context.retries[sample.retry_timer] = sample
         else:
