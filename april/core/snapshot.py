@@ -176,7 +176,7 @@ class Freezer:
             for number, group in groups.items()
         }
         # attempts without tokens add nothing; engines that do not stream return all tokens at the end of a request
-        attempts = [(a, a.drop_reason, a.tape.copy()) for a in core.attempts.values() if a.tape.parsed]
+        attempts = [(a, a.drop_reason, a.tape.freeze()) for a in core.attempts.values() if a.tape.parsed]
         return partial(_state_of, saved, set(core.buffer.groups), [sample.id for sample in again], frozen, attempts)
 
 
@@ -241,7 +241,7 @@ def _chain_out(chain: Chain, prompt: Prompt) -> SavedChain:
 
 def _state_of(
     saved: SavedCore, held: Collection[int], again: Sequence[SampleId], groups: dict[int, _Frozen],
-    attempts: Iterable[tuple[Attempt, DropReason | None, AttemptTape]],
+    attempts: Iterable[tuple[Attempt, DropReason | None, tuple[Any, ...]]],
 ) -> State:  # fmt: skip
     """Return the snapshot of what a :class:`Freezer` has collected.
 
@@ -258,8 +258,8 @@ def _state_of(
     first = dict.fromkeys(number for number, _ in saved.order)
     saved.prompts.delivered -= sum(number not in held for number in first)
     # tokens of attempts in flight are in no ledger yet; in the snapshot they count as observed
-    for attempt, drop_reason, copied in attempts:
-        tape = copied.sure()
+    for attempt, drop_reason, fields_of_tape in attempts:
+        tape = AttemptTape.of_frozen(*fields_of_tape).sure()
         if drop_reason is None and attempt.constrained and not tape.stopped:
             drop_reason = DropReason.CUT_GRAMMAR  # engines cannot continue within a grammar: the call begins again
         saved.tokens.observe(tape.parsed)

@@ -224,13 +224,35 @@ class AttemptTape:
         """Tokens and log-probabilities as they are stored, each as a list of arrays."""
         return self._tokens, self._logprobs
 
-    def copy(self) -> AttemptTape:
-        """Return a tape with the present contents, which does not grow with this one; both share their arrays."""
-        tokens, logprobs, spans, *others = _FIELDS(self)
-        return AttemptTape(tokens[:], logprobs[:], spans[:], *others)
+    def freeze(self) -> tuple[Any, ...]:
+        """Take a snapshot in constant time; :meth:`of_frozen` makes a tape from it, without tokens added since then."""
+        return _FIELDS(self)
+
+    @classmethod
+    def of_frozen(
+        cls, tokens: list[Int32], logprobs: list[Float32], spans: list[tuple[PolicyVersion, int]], count: int,
+        *others: Any,
+    ) -> AttemptTape:  # fmt: skip
+        """Return a tape with the contents that the original had at :meth:`freeze`, even if it has grown since.
+
+        Both tapes share their lists. The original only appends to these lists or replaces them by new ones, so the
+        first ``count`` tokens in them do not change.
+        """
+        chunks = _first_chunks(tokens, count), _first_chunks(logprobs, count)
+        return cls(chunks[0], chunks[1], first_of(spans, count), count, *others)
 
 
 _FIELDS = attrgetter(*AttemptTape.__dataclass_fields__)
+
+
+def _first_chunks(chunks: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
+    first = []
+    for chunk in chunks:
+        if count <= 0:
+            break
+        first.append(chunk)
+        count -= len(chunk)
+    return first
 
 
 @dataclass(slots=True, eq=False, repr=False)
