@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from fake_servers.base import PlannedFault, RequestFault
 from fake_servers.openai import FakeOpenAIServer
-from fake_servers.sglang import FakeSglangServer
+from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from steady_loop import turn_of_all
 
@@ -126,6 +126,19 @@ async def connected(kind: str, server: Any, **config: Any) -> Any:
     """An engine before a server that runs."""
     (engine,) = await open_servers(settings(kind, server, **config))
     return engine
+
+
+@asynccontextmanager
+async def behind_a_router(*servers: Any, key: str = "", **config: Any) -> AsyncIterator[tuple[Any, Any]]:
+    """SGLang servers, a router before them that chooses by the header ``key``, and the engine before the router."""
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(listening(server)) for server in servers]
+        router = FakeSglangRouter(urls)
+        router.key = key
+        await stack.enter_async_context(listening(router))
+        (engine,) = await open_servers(settings("sglang", *urls, router=router.url, **config))
+        stack.push_async_callback(engine.close)
+        yield router, engine
 
 
 async def beside(kind: str, server: Any) -> Any:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from fake_servers.adapters import FakeAdapters, salt_of, write_adapter
 from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault, uncut
-from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
+from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from server_fixtures import (
     BOTH,
     KINDS,
     PROMPT,
     ServerThread,
+    behind_a_router,
     facts_of,
     listening,
     read,
@@ -288,11 +289,7 @@ async def test_workers_of_a_router_have_one_name(tmp_path: Path) -> None:
     """A request may come to any of them; if one cannot load it, all go on under what they have."""
     workers = [FakeSglangServer(loras=FakeAdapters()) for _ in range(2)]
     first, second = write_adapter(tmp_path / "1", 1), write_adapter(tmp_path / "2", 2)
-    with_threads = [await worker.start() for worker in workers]
-    router = FakeSglangRouter(with_threads)
-    await router.start()
-    (engine,) = await open_servers(settings("sglang", *with_threads, router=router.url))
-    try:
+    async with behind_a_router(*workers) as (_, engine):
         await update(engine, version(1), first)
         assert workers[0].loras.ever == workers[1].loras.ever  # type: ignore[union-attr]
         workers[1].control_faults.append(PlannedControlFault(kind=ControlFault.FAILS, route=LOADS["sglang"]))
@@ -301,11 +298,6 @@ async def test_workers_of_a_router_have_one_name(tmp_path: Path) -> None:
         for _ in workers:
             assert (await read(engine, request())).tokens == under(first)
         assert (await engine.health()).ok
-    finally:
-        await engine.close()
-        await router.close()
-        for worker in workers:
-            await worker.close()
 
 
 def test_several_api_processes_take_no_adapters() -> None:

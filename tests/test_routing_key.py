@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from core_machine import CoreMachine, settings
-from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
+from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from msgspec.structs import replace
 from real_schedulers import reward
-from server_fixtures import KINDS, Got, ServerThread, connected, listening, read, request, served
+from server_fixtures import KINDS, Got, ServerThread, behind_a_router, connected, listening, read, request, served
 from server_fixtures import settings as server_settings
 
 import april
 from april.config.engines import AprilEngineConfig
 from april.core.batch import Batch
 from april.engines.http.routing_key import HEADERS
-from april.engines.kinds.factory import open_servers
 from april.engines.served.client import connect_april
 from april.engines.served.server import serve
 
@@ -53,21 +50,6 @@ async def test_off_sends_no_key(kind: str) -> None:
     assert not any(await keys_sent(kind, routing_key="off"))
 
 
-@asynccontextmanager
-async def two_behind_a_router(**engine: Any) -> AsyncIterator[Any]:
-    servers = [FakeSglangServer() for _ in range(2)]
-    async with listening(servers[0]) as one, listening(servers[1]) as two:
-        router = FakeSglangRouter([one, two])
-        router.key = KEY
-        await router.start()
-        (behind,) = await open_servers(server_settings("sglang", one, two, router=router.url, **engine))
-        try:
-            yield behind
-        finally:
-            await behind.close()
-            await router.close()
-
-
 async def turns(engine: Any, group: int, index: int, count: int = 3) -> list[Got]:
     """A conversation: every turn repeats the ones before, and adds ten tokens of the environment."""
     prompt, answers = [20 + group, 7, *range(100, 130)], []
@@ -79,7 +61,7 @@ async def turns(engine: Any, group: int, index: int, count: int = 3) -> list[Got
 
 async def cached_by_turn(**engine: Any) -> list[list[int]]:
     """Cached tokens of every turn: of the sample (3, 0), and then of its sibling."""
-    async with two_behind_a_router(**engine) as behind:
+    async with behind_a_router(FakeSglangServer(), FakeSglangServer(), key=KEY, **engine) as (_, behind):
         return [[got.cached_tokens or 0 for got in await turns(behind, 3, index)] for index in (0, 1)]
 
 

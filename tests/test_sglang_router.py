@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_servers.base import uncut
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
-from server_fixtures import PROMPT, read, request, until
+from server_fixtures import PROMPT, behind_a_router, read, request, until
 
 from april.config.engines import SglangEngineConfig
 from april.core.versions import PolicyVersion
@@ -45,12 +45,10 @@ async def connect(servers: list[FakeSglangServer], router: FakeSglangRouter) -> 
 @asynccontextmanager
 async def routed(**options: Any) -> AsyncIterator[tuple[list[FakeSglangServer], FakeSglangRouter, Any]]:
     """Two workers, a router and the engine before them."""
-    async with fleet(**options) as (servers, router):
-        engine = await connect(servers, router)
-        try:
-            yield servers, router, engine
-        finally:
-            await engine.close()
+    servers = [FakeSglangServer(**options) for _ in range(2)]
+    async with behind_a_router(*servers) as (router, engine):
+        yield servers, router, engine
+        assert not [v for server in servers for v in server.violations]
 
 
 async def test_requests_go_through_the_router_and_aborts_to_every_worker() -> None:

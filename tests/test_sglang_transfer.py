@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault
-from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
-from server_fixtures import begun, beside, connected, listening, probed, read, request, served, settings
+from fake_servers.sglang import FakeSglangServer
+from server_fixtures import begun, behind_a_router, beside, connected, listening, probed, read, request, served
 
 from april.core.versions import PolicyVersion
-from april.engines.kinds.factory import open_servers
 from april.engines.sglang.worker import PartlyUpdated
 from april.engines.weight_transfer import GroupInvitation, Handshake, ReceivesWeights, TensorSpec
 from april.errors import EngineError
@@ -145,21 +144,17 @@ async def test_all_workers_behind_a_router_join() -> None:
     """One behind the other, each with as many ranks as it has."""
     first, second = FakeSglangServer(), FakeSglangServer()
     first.sizes = {"tp_size": 2}
-    async with listening(first), listening(second):
-        router = FakeSglangRouter([first.url, second.url])
-        async with listening(router):
-            (engine,) = await open_servers(settings("sglang", first, second, router=router.url))
-            assert await engine.ranks() == 3  # type: ignore[attr-defined]
-            await engine.pause()
-            at = meeting(3, rank_offset=5, world_size=9)
-            await engine.join(at)  # type: ignore[attr-defined]
-            offsets = [next(iter(s.groups.values()))["rank_offset"] for s in (first, second)]
-            assert offsets == [5, 7]
-            await sent(engine, at)
-            await engine.update_weights(V1)
-            await engine.resume()
-            assert [s.label[:4] for s in (first, second)] == ["v0.1"] * 2
-            await engine.close()
+    async with behind_a_router(first, second) as (_, engine):
+        assert await engine.ranks() == 3
+        await engine.pause()
+        at = meeting(3, rank_offset=5, world_size=9)
+        await engine.join(at)
+        offsets = [next(iter(s.groups.values()))["rank_offset"] for s in (first, second)]
+        assert offsets == [5, 7]
+        await sent(engine, at)
+        await engine.update_weights(V1)
+        await engine.resume()
+        assert [s.label[:4] for s in (first, second)] == ["v0.1"] * 2
 
 
 async def failing(engine: Any) -> tuple[str, EngineError]:
@@ -277,17 +272,13 @@ async def test_a_server_that_restarts_behind_a_transfer() -> None:
 async def test_one_worker_that_cannot_join_ends_the_wait_for_the_other() -> None:
     """The others wait for it inside of the group, so nobody waits for their answers."""
     first, second = FakeSglangServer(), FakeSglangServer()
-    async with listening(first), listening(second):
-        router = FakeSglangRouter([first.url, second.url])
-        async with listening(router):
-            (engine,) = await open_servers(settings("sglang", first, second, router=router.url))
-            first.control_faults.append(PlannedControlFault(kind=ControlFault.SILENT, route=PHASES["join"]))
-            second.control_faults.append(PlannedControlFault(kind=ControlFault.FAILS, route=PHASES["join"]))
-            await engine.pause()
-            with pytest.raises(EngineError, match=f"{second.url} could not join the group: status 500"):
-                await engine.join(meeting(2))  # type: ignore[attr-defined]
-            await engine.resume()
-            await engine.close()
+    async with behind_a_router(first, second) as (_, engine):
+        first.control_faults.append(PlannedControlFault(kind=ControlFault.SILENT, route=PHASES["join"]))
+        second.control_faults.append(PlannedControlFault(kind=ControlFault.FAILS, route=PHASES["join"]))
+        await engine.pause()
+        with pytest.raises(EngineError, match=f"{second.url} could not join the group: status 500"):
+            await engine.join(meeting(2))
+        await engine.resume()
 
 
 async def test_a_server_that_is_paused_for_a_transfer_goes_on_when_the_engine_closes() -> None:
