@@ -37,7 +37,7 @@ from april.core.saved_state import (
 )
 from april.core.settings import CoreSettings
 from april.core.state_checksum import State, data_out
-from april.core.tape import GENERATED, AttemptTape, TokenTape
+from april.core.tape import GENERATED, AttemptTape, TokenTape, frozen_fields
 from april.core.types import (
     SETTLED,
     Attempt,
@@ -176,7 +176,10 @@ class Freezer:
             for number, group in groups.items()
         }
         # attempts without tokens add nothing; engines that do not stream return all tokens at the end of a request
-        attempts = [(a, a.drop_reason, a.tape.freeze()) for a in core.attempts.values() if a.tape.parsed]
+        attempts = [
+            (a, a.drop_reason, frozen_fields(a.tape))
+            for a in core.attempts.values() if a.tape.count or a.tape.parsed  # parsed takes longer
+        ]  # fmt: skip
         return partial(_state_of, saved, set(core.buffer.groups), [sample.id for sample in again], frozen, attempts)
 
 

@@ -224,16 +224,12 @@ class AttemptTape:
         """Tokens and log-probabilities as they are stored, each as a list of arrays."""
         return self._tokens, self._logprobs
 
-    def freeze(self) -> tuple[Any, ...]:
-        """Take a snapshot in constant time; :meth:`of_frozen` makes a tape from it, without tokens added since then."""
-        return _FIELDS(self)
-
     @classmethod
     def of_frozen(
         cls, tokens: list[Int32], logprobs: list[Float32], spans: list[tuple[PolicyVersion, int]], count: int,
         *others: Any,
     ) -> AttemptTape:  # fmt: skip
-        """Return a tape with the contents that the original had at :meth:`freeze`, even if it has grown since.
+        """Make a tape from what :data:`frozen_fields` returned, without tokens that the original got since then.
 
         Both tapes share their lists. The original only appends to these lists or replaces them by new ones, so the
         first ``count`` tokens in them do not change.
@@ -242,7 +238,8 @@ class AttemptTape:
         return cls(chunks[0], chunks[1], first_of(spans, count), count, *others)
 
 
-_FIELDS = attrgetter(*AttemptTape.__dataclass_fields__)
+frozen_fields = attrgetter(*AttemptTape.__dataclass_fields__)
+"""Takes a snapshot of an attempt's tape in constant time, as arguments of :meth:`AttemptTape.of_frozen`."""
 
 
 def _first_chunks(chunks: list[NDArray[Any]], count: int) -> list[NDArray[Any]]:
