@@ -268,7 +268,7 @@ class Endpoint:
         identity = [request.path, request.headers.get("X-Session-ID", ""), body, digest.hex()]
         identity_digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         retry = request.headers.get("x-stainless-retry-count") or "0"
-        number = int(retry) if retry.isdecimal() else 1
+        number = int(retry) if retry.isdecimal() and len(retry) < 10 else 1
         return session.submit(chat_request, identity_digest, retry=number), chat_request
 
     async def _send_answer(
