@@ -78,7 +78,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any, config: Any = None, images: ImagePlacer | None = None) -> None:
-        require("an agent's messages", "renderers", extra="agents")
+        require("an agent's messages", "renderers", "jsonschema", extra="agents")
         import renderers
 
         self._tokenizer = tokenizer
