@@ -407,25 +407,6 @@ async def test_a_failed_load_of_the_only_engine_is_not_healed_by_a_name() -> Non
         run.audit()
 
 
-async def test_one_of_two_engines_dies_with_64_in_flight() -> None:
-    """All finish on the other one; no token that had reached april is generated again."""
-    lengths = {(g, i): 20 + (7 * g + i) % 30 for g in range(32) for i in range(2)}
-    a, b = Server("a", lengths=lengths), Server("b", lengths=lengths)
-    async with pool([a, b], n=32) as run:
-        step = asyncio.create_task(run.next_batch())
-        await asyncio.sleep(10.5)
-        assert a.open_streams + b.open_streams == 64
-        a.die()
-        batch = await step
-        assert len(batch.samples) == 64
-        assert sum(len(s.tokens) for s in batch.samples) == a.handed_over_tokens + b.handed_over_tokens
-        assert sum(len(s.tokens) for s in batch.samples) == sum(lengths.values())
-        ledger = run.ledger()["tokens"]
-        assert (ledger.observed, ledger.delivered, ledger.held) == (sum(lengths.values()), sum(lengths.values()), 0)
-        assert batch.metrics["failed_attempts"] == 32
-        run.audit()
-
-
 # ---------------------------------------------------------------- engines that are away for a while
 
 
@@ -485,19 +466,6 @@ async def test_a_dead_engine_does_not_hold_up_weight_updates() -> None:
         await run.next_batch()
         assert used_after(bad, 105)
         run.audit()
-
-
-async def test_an_update_that_no_engine_takes_is_an_error() -> None:
-    """All dead: the version stays, and the first engine's error comes out."""
-    engine = FakeEngine(lengths=20, faults=FaultScript(Fault("engine_dies", from_s=5, seconds=100)))
-    async with pool([engine], n=2) as run:
-        step = asyncio.create_task(run.next_batch())
-        await asyncio.sleep(10)
-        with pytest.raises(april.EngineError, match="is dead"):
-            await run.weight_update()
-        assert run.version == PolicyVersion(0, 0)
-        await step
-        assert await run.weight_update() == PolicyVersion(0, 1)
 
 
 # ----------------------------------------------------------------

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -246,80 +243,6 @@ def test_every_row_has_its_own_over_restarts(
                 assert own is not None
                 expected = own.per_turn[name].tolist() if name == "step" else [own.parts[name]]
                 assert numbers[~np.isnan(numbers)].tolist() == expected
-
-
-def train(folder: Path, case: str, dies: int | None = None) -> None:
-    """Train to the end from the newest state in the folder, and write each batch and the state after its update there.
-
-    With ``dies``, the process kills itself in the call of its reward function that has this number.
-    """
-    settings, functions = CASES[case]
-    calls = 0
-
-    def reward(prompt: april.Prompt, response: april.Response) -> april.Reward:
-        nonlocal calls
-        calls += 1
-        if calls == dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return functions["reward"](prompt, response)  # type: ignore[no-any-return]
-
-    states = sorted(folder.glob("state-*"))
-
-    async def program() -> None:
-        async with rollouts(
-            config(**settings), prompts=PROMPTS, reward=reward, rollout=functions["rollout"],
-            engines=[FakeEngine("e", lengths=lambda r: 2 + 3 * r.sample_key[1], max_running=5)],
-        ) as run:  # fmt: skip
-            if states:
-                await run.load_state_dict(read_state(states[-1], "test"))
-            try:
-                while True:
-                    batch = await run.next_batch()
-                    await run.weight_update()
-                    (folder / f"batch-{batch.id:02d}").write_bytes(pack(batch))
-                    write_state(folder / f"state-{batch.id:02d}", "test", run.state_dict())
-            except april.DataExhausted:
-                return
-
-    run_virtual(program())
-
-
-def trained(folder: Path) -> Iterator[tuple[dict[str, bytes], list[Any]]]:
-    """For each batch, in the order of ids: the bytes of its arrays and what its rewards had, notes included.
-
-    What depends on when a response was generated is left out: numbers of samples in the batch, versions, and the fake
-    engine's log-probabilities, which follow from versions.
-    """
-    for file in sorted(folder.glob("batch-*")):
-        batch = unpack(file.read_bytes(), april.Batch)
-        rows = sorted(range(len(batch)), key=lambda i: (batch.samples[i].id, batch.samples[i].chain))
-        arrays = batch.padded()
-        for name in ("logprobs", "sample_numbers", "staleness", "version_incarnation", "version_n"):
-            del arrays[name]
-        assert arrays.keys() >= {*TURNS, *TOKENS, *WEIGHTS}
-        samples = [batch.samples[i] for i in rows]
-        yield (
-            {name: values[rows].tobytes() for name, values in arrays.items()},
-            [(s.id, s.turns, s.row_reward, s.row_reward and s.row_reward.note) for s in samples],
-        )
-
-
-def test_a_killed_process_costs_no_part_of_a_reward(tmp_path: Path) -> None:
-    """After kill -9 amid the rewards of a step, batches are those of an uninterrupted run, to the last bit."""
-    case = "conversations in parts of groups"
-    for name in ("killed", "whole"):
-        (tmp_path / name).mkdir()
-    command = [sys.executable, __file__, str(tmp_path / "killed"), case, "14"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    died = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
-    before = len(list((tmp_path / "killed").iterdir()))
-    assert before >= 2
-    train(tmp_path / "killed", case)
-    train(tmp_path / "whole", case)
-    killed, whole = list(trained(tmp_path / "killed")), list(trained(tmp_path / "whole"))
-    assert before // 2 < len(whole)
-    assert killed == whole
 
 
 def _place(row: april.DeliveredSample) -> int | None:
@@ -579,22 +502,6 @@ def test_a_group_with_an_invalid_reward_decides_no_names() -> None:
     assert [*run_virtual(program()).parts] == ["correct"]
 
 
-def test_a_missing_part_ends_the_run_like_a_reward_that_is_no_number() -> None:
-    """The sentence reaches the trainer, with the sample's name."""
-
-    def forgets(prompt: april.Prompt, response: april.Response) -> dict[str, float]:
-        return {"total": 1.0} | ({} if response.sample_id.index == 2 else {"correct": 1.0})
-
-    async def program() -> None:
-        async with rollouts(
-            config(max_failed_groups=2), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, reward=forgets
-        ) as run:
-            await run.next_batch()
-
-    with pytest.raises(april.RolloutError, match=r"the reward of g\d.s2 has no correct, which earlier rewards"):
-        run_virtual(program())
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -636,7 +543,3 @@ def test_weights_are_settings() -> None:
         with pytest.raises(april.ConfigError, match=r"reward_weights"):
             config(reward_weights=wrong)
     assert rank_packing.plain_value(np.float32(0.5)) == 0.5
-
-
-if __name__ == "__main__":
-    train(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -19,7 +19,6 @@ import april
 from april.driver.rewards import Response
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import (
-    DataExhausted,
     EngineError,
     RolloutError,
     SchedulerClosed,
@@ -217,22 +216,6 @@ def test_an_engine_that_cannot_load() -> None:
 # ---------------------------------------------------------------- rewards in threads
 
 
-def test_plain_reward_functions_run_in_threads() -> None:
-    """A blocking reward blocks neither the loop nor the engines, nor the other rewards."""
-    together = threading.Barrier(2, timeout=30)
-    names: set[str] = set()
-
-    def judge(prompt: april.Prompt, response: Response) -> float:
-        names.add(threading.current_thread().name)
-        together.wait()  # two must run at the same time to get past this
-        return float(len(response.tokens))
-
-    with scheduler(reward=judge, config=config(over_sampling_batch_size=3)) as rollouts:
-        check(rollouts.next_batch())
-    assert "april-loop" not in names
-    assert threading.current_thread().name not in names
-
-
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("what", ["next_batch", "weight_update", "evaluate", "close"])
 def test_blocking_calls_inside_a_reward_are_refused(asynchronous: bool, what: str) -> None:
@@ -370,14 +353,6 @@ def test_close_waits_for_plain_rewards_that_run() -> None:
         release.set()
         closer.result()
         assert done.is_set()
-
-
-def test_the_end_of_the_data() -> None:
-    """The last batch may be short, then DataExhausted."""
-    with scheduler(prompts=[[i] for i in range(1, 5)]) as rollouts:
-        assert [len(rollouts.next_batch().group_sizes) for _ in range(2)] == [3, 1]
-        with pytest.raises(DataExhausted):
-            rollouts.next_batch()
 
 
 def test_a_bad_prompt_names_its_position_and_loses_no_good_one() -> None:

@@ -160,16 +160,6 @@ async def test_a_streaming_engine_is_asked_to_end_that_one_request() -> None:
     assert first.sampling.stop == ()
 
 
-async def test_found_in_the_chunk_that_ends_the_stream() -> None:
-    """An engine that answers in one chunk needs no abort; everything past the string is counted and dropped."""
-    rollouts = with_stop({})
-    batch = await rollouts.driver.next_batch()
-    assert batch.samples[0].tokens.tolist() == response(0, 6)
-    assert rollouts.dropped == {DropReason.AFTER_STOP: LONG - 6}
-    assert rollouts.engines[0].aborts == []
-    rollouts.check_ledger()
-
-
 class Deaf(RecordingEngine):
     """Streams every second and ignores aborts."""
 
@@ -297,26 +287,6 @@ async def test_min_tokens_of_the_whole_response() -> None:
     batches = await until_delivered(rollouts, 1)
     assert batches[-1].samples[0].tokens.tolist() == tokens[:10]
     assert batches[-1].samples[0].attempts == 2
-
-
-async def test_a_tokenizer_that_fails_costs_its_sample_only() -> None:
-    """The failure is named in the story, the tokens are counted, the group is replaced."""
-
-    class Fragile(Angles):
-        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-            if response(0, 8)[7] in ids:
-                raise KeyError("no such token")
-            return super().decode(ids, skip_special_tokens)
-
-    engine = RecordingEngine(table({}, 12), stream_interval_s=3.0)
-    rollouts = Rollouts(
-        table({}, 12), n=1, engines=[engine], rollout=stopping({0: "never"}), tokenizer=Fragile(),
-        max_attempt_failures=2,
-    )  # fmt: skip
-    batch = await rollouts.driver.next_batch()
-    assert batch.group_ids.tolist() == [1]
-    assert "the tokenizer failed: KeyError" in rollouts.core.story(SampleId(0, 0))
-    rollouts.check_ledger()
 
 
 # ---------------------------------------------------------------- evaluation
