@@ -12,7 +12,7 @@ from saved_rollouts import LENGTHS, by_torch, check, in_a_step, new, observed, p
 from virtual_rollouts import RecordingEngine, Rollouts, on_virtual_time, prompt_ids, table
 
 from april.core.tape import SegmentKind
-from april.core.types import DropReason, OnDataEnd, Prompt, SampleId, SampleState
+from april.core.types import DropReason, OnDataEnd, Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.llm import LLM
 from april.driver.rewards import Response
@@ -298,61 +298,4 @@ async def test_a_function_that_does_otherwise_begins_again(change: str) -> None:
     assert {s.version.incarnation for s in sample.segments} == {1}
     sibling = next(s for s in delivered if s.id == (0, 1))
     assert sibling.segments[0].version == (0, 0)
-    again.core.validate()
-
-
-# ---------------------------------------------------------------- finished siblings, rewards, filters
-
-
-async def tokens_of_group(prompt: Prompt, responses: list[Response]) -> list[float]:
-    return [float(len(r.tokens)) for r in responses]
-
-
-async def longer_than_five(prompt: Prompt, responses: list[Response]) -> bool:
-    return all(r.reward == len(r.tokens) for r in responses) and max(len(r.tokens) for r in responses) > 5
-
-
-async def count(prompt: Prompt, response: Response) -> float:
-    return float(len(response.tokens))
-
-
-GROUP_REWARD, FILTER = {"group_reward": tokens_of_group}, {"reward": count, "filter": longer_than_five}
-
-
-@pytest.mark.parametrize("functions", [GROUP_REWARD, FILTER], ids=["group reward", "filter"])
-@pytest.mark.parametrize("now", [None, "no filter"])
-async def test_finished_siblings_are_scored_and_judged_with_the_others(
-    functions: dict[str, Any], now: str | None
-) -> None:
-    """Group rewards and filters see the whole group after a restart, though functions' results did not survive it."""
-    lengths = table({(0, 0): 4, (0, 1): 40, (1, 0): 5, (1, 1): 5, (2, 0): 9, (2, 1): 30}, 35)
-
-    event = asyncio.Event()
-
-    async def late(prompt: Prompt, responses: list[Response]) -> bool:
-        await event.wait()
-        return True
-
-    given = functions | ({"filter": late} if "filter" in functions else {})
-    old = new(lengths=lengths, **given)
-    async with in_a_step(old, 20):
-        states = [s.state for s in old.core.buffer.samples()]
-        assert SampleState.FINISHED in states or SampleState.SCORING in states
-        state = plain(old.driver.state_dict(None))
-        before = observed(old)
-        event.set()
-
-    later = {k: v for k, v in functions.items() if k != "filter"} if now else functions
-    again = new(lengths=lengths, **later)
-    await again.driver.load_state_dict(state)
-    assert observed(again) == before
-    delivered: list[Any] = []
-    for _ in range(3):
-        batch = await again.driver.next_batch()
-        check(batch, lengths)
-        assert batch.rewards.tolist() == batch.lengths.tolist()
-        delivered += batch.group_ids.tolist()
-        await again.driver.update_weights()
-    assert (1 in delivered) is ("filter" not in later)
-    assert 0 in delivered
     again.core.validate()

@@ -196,20 +196,6 @@ async def test_an_engine_that_hangs_does_not_hold_up_close(caplog: pytest.LogCap
     assert "engine bad could not be closed" in caplog.text
 
 
-async def test_a_half_done_weight_update_stops_generation_until_it_is_whole() -> None:
-    """One engine has the new weights, the other has not: no token is made before both agree; carry is kept."""
-    rollouts = two("load", table({(2, 0): 30, (3, 0): 30}), n=2, over=4)
-    rollouts.engines[1].slow = {"load": 5.0}
-    await rollouts.driver.next_batch()
-    made = await half_done(rollouts)
-    assert now() == pytest.approx(10, abs=0.01)  # nobody resumed while the other engine was loading
-    with pytest.raises(EngineError, match=TORN):
-        await rollouts.driver.next_batch()
-    assert sum(e.tokens for e in rollouts.engines) == made
-    assert await rollouts.driver.update_weights("weights") == PolicyVersion(0, 1)
-    assert (await rollouts.step()).version == PolicyVersion(0, 1)
-
-
 async def test_a_half_done_weight_update_ends_the_wait_for_a_step_that_is_running() -> None:
     """An asynchronous trainer that asked ahead is told at once, as one that asks afterwards is; no token is made until
     all engines agree, and then the step goes on where it was."""

@@ -333,28 +333,6 @@ def test_close_while_another_thread_waits(what: str) -> None:
         assert isinstance(waiter.exception(), SchedulerClosed)
 
 
-def test_close_waits_for_plain_rewards_that_run() -> None:
-    """A thread cannot be cancelled: close returns when the running reward function has returned; who waits is told."""
-    inside, release, done = threading.Event(), threading.Event(), threading.Event()
-
-    def judge(prompt: april.Prompt, response: Response) -> float:
-        inside.set()
-        release.wait()
-        done.set()
-        return 1.0
-
-    rollouts = scheduler(reward=judge)
-    with ThreadPoolExecutor() as pool:
-        trainer = pool.submit(rollouts.next_batch)
-        inside.wait()
-        closer = pool.submit(rollouts.close)
-        assert isinstance(trainer.exception(), SchedulerClosed)
-        assert not done.is_set()
-        release.set()
-        closer.result()
-        assert done.is_set()
-
-
 def test_a_bad_prompt_names_its_position_and_loses_no_good_one() -> None:
     """Prompts before and after the bad one are all delivered."""
     prompts: list[Any] = [[1], [2], [3], [4], "oops", [6], [7]]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from msgspec import structs
 from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table, virtual
 
 from april.config.mistakes import UNSUPPORTED
@@ -114,30 +113,6 @@ def test_cut_by_a_resume_it_is_honoured_every_time(interval: float | None) -> No
     for cut in range(3, 23):
         virtual(lambda cut=cut: program(cut))  # type: ignore[misc]
     assert honoured == 20
-
-
-@pytest.mark.parametrize("cut", [7, 9, 10])
-async def test_more_than_one_cut_inside_a_string(cut: int) -> None:
-    """Every token of the string from another attempt, with a failed attempt among them."""
-
-    class EndsEarly(RecordingEngine):
-        async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-            short = cut - request.response_offset if request.response_offset < cut else 1
-            breaks = len(self.requests) == 2
-            shorter = structs.replace(request, sampling=structs.replace(request.sampling, max_tokens=short))
-            async for chunk in super().generate(shorter):
-                yield replace(chunk, finish=None if breaks else EngineFinish.ABORT)
-                if breaks:
-                    raise ConnectionError("reset")
-
-    rollouts = with_stop({}, engine=EndsEarly, stops={0: stop_around(0, 8, 12)})
-    batch = await rollouts.driver.next_batch()
-    (sample,) = batch.samples
-    assert sample.tokens.tolist() == response(0, 13)
-    assert sample.attempts == 1 + 13 - cut
-    assert batch.metrics["failed_attempts"] == 1
-    rollouts.check_provenance(sample)
-    rollouts.check_ledger()
 
 
 async def test_a_streaming_engine_is_asked_to_end_that_one_request() -> None:
