@@ -10,7 +10,7 @@ from contextvars import ContextVar, copy_context
 from typing import Any
 
 import pytest
-from virtual_rollouts import Rollouts, now, on_virtual_time, prompt_ids, table
+from virtual_rollouts import Angles, Rollouts, now, on_virtual_time, prompt_ids, table
 
 from april.core.sampling import SamplingParams
 from april.core.types import DropReason, Prompt, Refill, SampleId
@@ -101,13 +101,6 @@ async def test_misuse_is_a_named_failure_of_that_sample(function: Callable[..., 
     assert re.search(MISUSE[function], story)
     assert rollouts.core.counters["failed_attempts"] == 0  # no engine was blamed
     assert rollouts.core.prompts.as_dict()["dropped"] == {"failed": 1}
-
-
-class Angles:
-    """Token 17 is the text ``<17>``."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        return "".join(f"<{i}>" for i in ids)
 
 
 IDS = prompt_ids(0).tolist()

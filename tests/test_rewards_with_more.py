@@ -181,6 +181,23 @@ def config(**settings: Any) -> april.Config:
 PROMPTS = [[1 + i, 2] for i in range(6)]
 
 
+def started(settings: Any = None, **functions: Any) -> Any:
+    """A run of these functions on virtual time."""
+    return rollouts(
+        config(**(settings or {})), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, **functions
+    )
+
+
+def first_batch(settings: Any = None, **functions: Any) -> april.Batch:
+    """The first batch of such a run."""
+
+    async def program() -> april.Batch:
+        async with started(settings, **functions) as run:
+            return await run.next_batch()
+
+    return run_virtual(program())
+
+
 @pytest.mark.parametrize(("settings", "functions"), CASES.values(), ids=CASES)
 def test_every_row_has_its_own_over_restarts(
     settings: dict[str, Any], functions: dict[str, Any], tmp_path: Path
@@ -290,14 +307,7 @@ def test_ranks_get_what_was_delivered(case: str) -> None:
 
 def test_an_empty_share_has_the_shapes() -> None:
     """A rank without rows has arrays of every name, with the dimensions and types that the other ranks' have."""
-
-    async def program() -> april.Batch:
-        async with rollouts(
-            config(), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, reward=whole, rollout=two_turns
-        ) as run:
-            return await run.next_batch()
-
-    batch = run_virtual(program())
+    batch = first_batch(reward=whole, rollout=two_turns)
     *_, empty = batch.split(9)
     there = unpack(pack(empty), april.Batch)
     for make in ("padded", "ragged"):
@@ -342,14 +352,7 @@ def test_actors_of_ray_return_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gdpo_is_a_sum_of_advantages_of_parts() -> None:
     """GDPO (arXiv 2601.05242): each part is normalised in its group, the weighted sum over the batch."""
-
-    async def program() -> april.Batch:
-        async with rollouts(
-            config(reward_weights=WEIGHTS), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, reward=weighted
-        ) as run:
-            return await run.next_batch()
-
-    batch = run_virtual(program())
+    batch = first_batch({"reward_weights": WEIGHTS}, reward=weighted)
     found = sum(w * batch.advantages(of=name, epsilon=1e-4, ddof=1) for name, w in WEIGHTS.items())
     groups = np.stack([batch.parts[name].astype(np.float64).reshape(2, 3) for name in WEIGHTS], 2)
     normal = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-4)
@@ -492,14 +495,7 @@ def test_a_group_with_an_invalid_reward_decides_no_names() -> None:
         if len(calls) == 1:
             return [{"total": 1.0, "corect": 1.0}, {"total": NAN}, {"total": NAN}]
         return [{"total": 1.0, "correct": 1.0}] * len(responses)
-
-    async def program() -> april.Batch:
-        async with rollouts(
-            config(), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, group_reward=scores
-        ) as run:
-            return await run.next_batch()
-
-    assert [*run_virtual(program()).parts] == ["correct"]
+    assert [*first_batch(group_reward=scores).parts] == ["correct"]
 
 
 @pytest.mark.parametrize(
@@ -514,9 +510,7 @@ def test_a_group_with_an_invalid_reward_decides_no_names() -> None:
 def test_a_damaged_state_is_refused(change: Any, sentence: str) -> None:
     """Numbers of a state are checked as those of a reward function are."""
     async def saved() -> Any:
-        async with rollouts(
-            config(), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, reward=whole, rollout=two_turns
-        ) as run:
+        async with started(reward=whole, rollout=two_turns) as run:
             await run.next_batch()
             return run.state_dict(trained_through=-1)
 
@@ -526,9 +520,7 @@ def test_a_damaged_state_is_refused(change: Any, sentence: str) -> None:
     state["checksum"] = checksum(state["april"], {k: v for k, v in state.items() if k not in SEAL})
 
     async def restored() -> None:
-        async with rollouts(
-            config(), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, reward=whole, rollout=two_turns
-        ) as run:
+        async with started(reward=whole, rollout=two_turns) as run:
             await run.load_state_dict(state)
 
     with pytest.raises(april.CheckpointError, match=re.escape(sentence)):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -52,26 +50,6 @@ def test_evaluation_touches_nothing_and_repeats_exactly() -> None:
     assert first.reward_mean == first.rewards.mean()
     means = first.rewards.mean(axis=1)
     assert first.reward_standard_error == pytest.approx(means.std(ddof=1) / np.sqrt(5))
-
-
-def test_evaluation_while_a_step_waits() -> None:
-    """Training requests are parked, the engines are the evaluation's, then the step goes on exactly."""
-    holding = threading.Event()
-    go = threading.Event()
-
-    def judge(prompt: april.Prompt, response: Response) -> float:
-        if not go.is_set():
-            holding.set()
-            go.wait()
-        return float(len(response.tokens))
-
-    with scheduler(reward=judge) as rollouts, ThreadPoolExecutor() as pool:
-        batch = pool.submit(rollouts.next_batch)
-        holding.wait()
-        evaluation = pool.submit(rollouts.evaluate, [[1, 2]])
-        go.set()
-        check(batch.result())
-        evaluation.result()
 
 
 def test_evaluation_has_its_own_sampling() -> None:

@@ -11,7 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table, virtual
+from virtual_rollouts import (
+    EOS,
+    VOCAB,
+    Angles,
+    RecordingEngine,
+    Rollouts,
+    now,
+    on_virtual_time,
+    prompt_ids,
+    table,
+    virtual,
+)
 
 from april.config.mistakes import UNSUPPORTED
 from april.config.settings import Config
@@ -29,13 +40,6 @@ from april.testing.virtual_clock import run_virtual
 pytestmark = on_virtual_time
 
 LONG = 200
-
-
-class Angles:
-    """Token 17 is the text ``<17>``; EOS is special."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        return "".join("" if i == EOS and skip_special_tokens else f"<{i}>" for i in ids)
 
 
 def response(group: int, count: int) -> list[int]:
@@ -365,19 +369,19 @@ async def test_text_for_rewards() -> None:
 SIXTY = 60
 
 
-class Borrowed:
-    """Token 17 is the text ``<17>``; it raises while ``fails`` says so."""
+class Borrowed(Angles):
+    """It raises while ``fails`` says so."""
 
     def __init__(self, fails: Callable[[], bool]) -> None:
         self.fails = fails
         self.asked = self.raised = 0
 
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         self.asked += 1
         if self.asked > 1 and self.fails():  # not at the trial before anything starts
             self.raised += 1
             raise RuntimeError("Already borrowed")
-        return "".join(f"<{i}>" for i in ids)
+        return super().decode(ids, skip_special_tokens)
 
 
 async def failing(
