@@ -373,22 +373,6 @@ async def test_a_cancelled_evaluation_ends_its_requests_before_it_closes_their_s
         run.audit()
 
 
-async def test_a_failing_evaluation_ends_its_other_requests() -> None:
-    """One reward raises: the rest is aborted, not cut."""
-
-    def reward(prompt: Any, response: Any) -> float:
-        if len(response.tokens) < 10:
-            raise ValueError("too short")
-        return 1.0
-
-    a = Server("a", lengths=lambda request: 5 if request.token_ids[0] == 1 else 50)
-    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=60)
-    async with rollouts(config, engines=[a], prompts=PROMPTS, reward=reward) as run:
-        with pytest.raises(april.RolloutError, match="evaluation prompt 0: the reward function raised"):
-            await run.evaluate(PROMPTS)
-        assert ends(a) <= {"abort", "stop"}
-
-
 @pytest.mark.parametrize("alone", [False, True])
 async def test_an_evaluation_waits_for_an_engine_that_is_busy(alone: bool) -> None:
     """Nothing has failed: the request goes to another engine, or waits as long as it was asked to."""
@@ -416,15 +400,6 @@ async def test_an_evaluation_does_not_shorten_the_rest_of_an_engine() -> None:
         assert [r.started_s for r in a.attempts.values() if r.evaluation] == [7.0]
         await step
         run.audit()
-
-
-async def test_an_evaluation_respects_the_cap_of_an_engine() -> None:
-    """What its memory holds is no other for an evaluation: four at a time, then two."""
-    async with servers("a", Busy) as (run, a):
-        run.scheduler._driver.core.engines.states["a"].cap.measured = 4
-        await run.evaluate(PROMPTS)
-        assert a.most_open == 4
-        assert asyncio.get_running_loop().time() == pytest.approx(40.0)
 
 
 def test_an_evaluation_on_an_engine_that_is_busy_for_ever_ends() -> None:

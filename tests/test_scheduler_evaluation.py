@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check, config, engine, scheduler
+from real_schedulers import FAST, LENGTHS, VOCAB, check, config, engine, scheduler
 
 import april
 from april.core.types import FinishReason
@@ -16,11 +15,7 @@ from april.engines.protocol import Request
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import RolloutError
 
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    yield
-    assert_nothing_is_left()
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 def test_evaluation_touches_nothing_and_repeats_exactly() -> None:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from gate_engine import GateEngine
-from real_schedulers import assert_nothing_is_left, check, config, scheduler
+from real_schedulers import check, config, scheduler
 from saved_rollouts import by_torch, plain
 
 import april
 from april.errors import CheckpointError, ConfigError, DataExhausted, SchedulerClosed
 
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
 PROMPTS: list[Any] = [{"token_ids": [i, 7], "answer": i, "tags": ["a", None, 0.5, b"x"]} for i in range(1, 41)]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    yield
-    assert_nothing_is_left()
 
 
 def answers(batch: april.Batch) -> list[int]:
