@@ -61,6 +61,15 @@ def keys_of_one_test() -> Generator[None, None, None]:
 
 
 @pytest.fixture
+def nothing_left_behind() -> Generator[None, None, None]:
+    """No thread of a scheduler lives on after the test."""
+    from real_schedulers import assert_nothing_is_left
+
+    yield
+    assert_nothing_is_left()
+
+
+@pytest.fixture
 def client_left_open() -> Generator[None, None, None]:
     """For a test of a program whose samples share an HTTP client: once april's loop has ended, nobody can close it."""
     yield

@@ -211,20 +211,6 @@ def scheduler(environment: Environment, **changes: Any) -> april.RolloutSchedule
     )  # fmt: skip
 
 
-def test_an_environment_of_verifiers(package: None) -> None:
-    """Each sample is an episode; one client serves all of them, and what is served is down when the last has ended."""
-    environment = Environment()
-    with scheduler(environment) as rollouts:
-        batches = [rollouts.next_batch()]
-        rollouts.weight_update()
-        batches.append(rollouts.next_batch())
-    for batch in batches:
-        assert batch.rewards.tolist() == [1.0] * 4
-        assert [TOKENIZER.decode(s.tokens[s.loss_mask == 1]) for s in batch.samples] == ["hi<|im_end|>"] * 4
-    assert len(environment.urls) == 1
-    assert (environment.up, set(environment.said)) == (0, {"hi"})
-
-
 def test_an_agent_that_is_not_trained_has_no_policy(package: None) -> None:
     """Its request is refused by name, and no token of it is the sample's."""
     environment = Environment((True, False))
@@ -261,13 +247,15 @@ def test_an_episode_that_failed_is_a_sample_that_failed(package: None) -> None:
 
 
 def test_what_is_served_starts_once_and_stops_with_the_scheduler(package: None) -> None:
-    """All episodes use the same servers, those of later steps too; another scheduler starts them again."""
+    """All episodes use the same servers and one client, in later steps too; another scheduler starts them again."""
     environment = Environment()
     for served in (1, 2):
         with scheduler(environment) as rollouts:
             for _ in range(2):
-                rollouts.next_batch()
-                assert (environment.up, environment.served) == (1, served)
+                batch = rollouts.next_batch()
+                assert (environment.up, environment.served, len(environment.urls)) == (1, served, served)
+                assert batch.rewards.tolist() == [1.0] * 4
+                assert [TOKENIZER.decode(s.tokens[s.loss_mask == 1]) for s in batch.samples] == ["hi<|im_end|>"] * 4
         assert environment.up == 0
 
 

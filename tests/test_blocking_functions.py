@@ -135,29 +135,6 @@ def test_plain_functions_are_evaluated_too() -> None:
     assert 1 <= at_once <= 3
 
 
-def test_an_evaluation_that_fails_ends_its_plain_functions() -> None:
-    """The prompt is named, the threads that wait are cancelled, training goes on."""
-    cancelled = threading.Event()
-    broken = [True]
-
-    def rollout(prompt: april.Prompt, llm: april.BlockingLLM) -> None:
-        if broken and prompt.token_ids[0] == 2:
-            raise LookupError("no sandbox")
-        try:
-            llm.generate()
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
-    engine = GateEngine(lambda request: bool(broken))
-    with one_group(engine, rollout, reward=lambda prompt, response: 1.0, n_samples_per_prompt=2) as rollouts:
-        with pytest.raises(RolloutError, match="evaluation prompt 1: the rollout function raised LookupError"):
-            rollouts.evaluate([[1], [2]])
-        assert cancelled.is_set()
-        broken.clear()
-        assert len(rollouts.next_batch().samples) == 2
-
-
 # ---------------------------------------------------------------- what fails
 
 

@@ -68,14 +68,6 @@ def test_a_client_does_not_change_how_training_samples(route: str, caplog: pytes
     assert all(f"{name}=" in said for name in (*ASKED, *MORE[route]))
 
 
-def test_a_client_does_not_undo_a_greedy_evaluation() -> None:
-    """What evaluate was given counts there."""
-    e = engine()
-    with scheduler(e, "/chat/completions", {"temperature": 1}) as run:
-        run.evaluate([{"token_ids": [20 + i]} for i in range(3)], temperature=0)
-    assert {a.request.sampling.temperature for a in e.attempts.values() if a.evaluation} == {0}
-
-
 def test_what_changes_nothing_is_not_said(caplog: pytest.LogCaptureFixture) -> None:
     """The configured values, values that are no change, and lengths and stop strings, which are the client's."""
     e = engine()

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from seeds import seeds
-from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, table, virtual
+from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, table
 
 from april.core import events as ev
-from april.core.types import CallState, DropReason, OnStale, Prompt, Refill, SampleId
+from april.core.types import CallState, DropReason, Prompt, Refill, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.rewards import Response
 from april.engines.protocol import Chunk, EngineFinish, Health, Request
@@ -54,8 +53,9 @@ async def test_batches_hold_exactly_what_the_engines_made(refill: Refill, interv
 
 
 async def test_versions_over_weight_updates() -> None:
-    """Tokens carry the version of the weights that made them; the sample's versions never decrease."""
-    rollouts = Rollouts(table({(0, 0): 25}, 10), n=1, over=2)  # group 0 is the straggler of three steps
+    """Tokens carry the version of the weights that made them; a resumed request sends the prompt and all tokens so far,
+    with the budget that is left and another seed."""
+    rollouts = Rollouts(table({(0, 0): 25}, 10), n=1, over=2, max_response_len=40)  # group 0 takes three steps
     await rollouts.step()
     await rollouts.step()
     batch = await rollouts.step()
@@ -67,38 +67,12 @@ async def test_versions_over_weight_updates() -> None:
     assert sample.staleness == 2
     assert batch.off_policy_share == 20 / 25
     assert rollouts.engines[0].engine._version == PolicyVersion(0, 3)
-
-
-async def test_resumed_requests_continue_exactly() -> None:
-    """A resumed request sends prompt + everything so far, with the budget that is left and another seed."""
-    rollouts = Rollouts(table({(0, 0): 25}, 10), n=1, over=2, max_response_len=40)
-    for _ in range(3):
-        await rollouts.step()
     first, second, third = (r for r in rollouts.engines[0].requests.values() if r.sample_key == (0, 0))
     assert [len(r.token_ids) - 3 for r in (first, second, third)] == [0, 10, 20]
     assert [r.response_offset for r in (first, second, third)] == [0, 10, 20]
     assert third.token_ids[: len(second.token_ids)].tolist() == second.token_ids.tolist()
     assert [r.sampling.max_tokens for r in (first, second, third)] == [40, 30, 20]
     assert len({r.sampling.seed for r in (first, second, third)}) == 3
-
-
-def test_the_same_run_twice_is_the_same() -> None:
-    """Same settings, same virtual world: same batches at the same times."""
-
-    def run() -> list[tuple[float, Any]]:
-        seen: list[tuple[float, Any]] = []
-
-        async def program() -> None:
-            rollouts = Rollouts(LENGTHS.sample, n=2, samples=3, over=4)
-            for _ in range(5):
-                batch = await rollouts.step()
-                seen.append((now(), [(s.id, s.tokens.tolist(), s.versions.tolist()) for s in batch.samples]))
-            await rollouts.close()
-
-        virtual(program)
-        return seen
-
-    assert run() == run()
 
 
 # ---------------------------------------------------------------- rewards beside generation
@@ -148,28 +122,6 @@ async def test_group_rewards_are_one_call_per_group() -> None:
     batch = await rollouts.step()
     assert [(round(t, 6), g, n) for t, g, n in calls] == [(9, 0, [4, 9, 6]), (30, 1, [30, 5, 5])]
     assert batch.rewards.tolist() == [0.0, 1.0, 2.0, 10.0, 11.0, 12.0]
-
-
-async def test_group_rewards_with_restarts_of_stale_samples() -> None:
-    """on_stale: restart together with group rewards: every group is scored as a whole, again if need be."""
-
-    async def group_reward(prompt: Prompt, responses: list[Response]) -> list[float]:
-        return [float(len(r.tokens)) for r in responses]
-
-    rollouts = Rollouts(
-        LENGTHS.sample, n=2, samples=3, over=6, group_reward=group_reward, max_staleness=1, on_stale=OnStale.RESTART
-    )
-    for _ in range(12):
-        batch = await rollouts.step()
-        assert batch.rewards.tolist() == [len(s.tokens) for s in batch.samples]
-        assert max(s.staleness for s in batch.samples) <= 1
-    assert rollouts.core.tokens.dropped[DropReason.STALE] > 0
-
-
-# ---------------------------------------------------------------- cancellation
-
-
-# ---------------------------------------------------------------- the end of the data, and of the driver
 
 
 async def test_an_error_that_nobody_expected_reaches_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
@@ -259,19 +211,16 @@ def nan_logprob(chunk: Chunk) -> Chunk:
 
 WRONG: dict[str, tuple[Callable[[Chunk], Chunk], str]] = {
     "nan": (nan_logprob, "log-probability nan"),
-    "infinite": (lambda c: replace(c, logprobs=c.logprobs - np.float32(np.inf)), "log-probability -inf"),
     "too many": (
         lambda c: replace(c, tokens=np.tile(c.tokens, 300), logprobs=np.tile(c.logprobs, 300)),
         "left of the budget",
     ),
     "future": (lambda c: replace(c, version=PolicyVersion(0, 9)), "policy version 0.9"),
-    "positive": (lambda c: replace(c, logprobs=np.abs(c.logprobs) + 0.5), "is not a finite number <= 0"),
-    "fewer": (lambda c: replace(c, logprobs=c.logprobs[1:]), " tokens came with "),
     "unknown id": (lambda c: replace(c, tokens=c.tokens + 1000), " is outside the vocabulary of 1000"),
-    "negative id": (lambda c: replace(c, tokens=-1 - c.tokens), " is outside the vocabulary of 1000"),
     "list": (lambda c: replace(c, tokens=c.tokens.tolist()), "flat array of int32"),
-    "float64": (lambda c: replace(c, logprobs=c.logprobs.astype(np.float64)), "flat array of float32"),
 }
+"""Of each kind of check one; ``test_wire_checks.py`` has all."""
+
 
 
 @pytest.mark.parametrize("kind", list(WRONG))
@@ -514,68 +463,3 @@ async def test_chunks_after_a_fence_change_nothing() -> None:
             break
     else:
         pytest.fail("group 1 was never delivered")
-
-
-@pytest.mark.parametrize("late", [{"finish": EngineFinish.STOP}, {"error": "reset"}], ids=["ended", "failed"])
-async def test_events_of_attempts_that_are_accounted_for_change_nothing(late: dict[str, Any]) -> None:
-    """A reply that comes twice, or for an id nobody knows, is counted and ignored."""
-    rollouts = Rollouts(table({}, 5), n=1)
-    batch = await rollouts.step()
-    before = repr(rollouts.core)
-    for attempt_id in (batch.samples[0].segments[0].attempt_id, "never seen"):
-        event = ev.AttemptFailed if "error" in late else ev.AttemptEnded
-        rollouts.driver.post(event(attempt_id=attempt_id, **late))
-    assert repr(rollouts.core) == before
-    assert rollouts.core.counters["late_events"] == 2
-
-
-@pytest.mark.parametrize("seed", seeds(12))
-async def test_random_faults_lose_nothing(seed: int) -> None:
-    """Broken streams, lies, lost aborts and cancelled callers at random: delivered samples are right, books exact."""
-    rng = np.random.default_rng(seed)
-
-    class Faulty(RecordingEngine):
-        def alter_chunk(self, request: Request, chunk: Chunk) -> Chunk:
-            luck = rng.random()
-            if luck < 0.01:
-                raise ConnectionError("reset")
-            if luck < 0.015 and len(chunk.tokens) > 1:
-                return nan_logprob(chunk)
-            return chunk
-
-        async def abort(self, attempt_ids: Sequence[str] | None = None) -> None:
-            luck = rng.random()
-            if luck < 0.2:
-                self.aborts.append((now(), None))
-                return
-            if luck < 0.3:
-                raise ConnectionError("reset")
-            await asyncio.sleep(float(rng.random()))
-            await super().abort(attempt_ids)
-
-    async def reward(prompt: Prompt, response: Any) -> float:
-        await asyncio.sleep(float(rng.integers(0, 20)))
-        if rng.random() < 0.03:
-            raise ValueError("no verdict")
-        return 1.0
-
-    lengths = {(g, i): int(rng.integers(1, 60)) for g in range(200) for i in range(3)}
-    engines = [Faulty(table(lengths), f"e{i}", stream_interval_s=2.5, max_running=6) for i in range(2)]
-    rollouts = Rollouts(
-        table(lengths), n=3, samples=3, over=5, engines=engines, reward=reward, max_response_len=50,
-        abort_deadline_s=6.0,
-    )  # fmt: skip
-    delivered: list[Any] = []
-    for _ in range(8):
-        while True:
-            waiter = asyncio.create_task(rollouts.driver.next_batch())
-            done, _ = await asyncio.wait([waiter], timeout=float(rng.integers(5, 80)))
-            if done:
-                break
-            waiter.cancel()
-            await asyncio.wait([waiter])
-        batch = waiter.result()
-        rollouts.check(batch)
-        delivered += [s.id for s in batch.samples]
-        await rollouts.driver.update_weights()
-    assert len(set(delivered)) == len(delivered) == 8 * 9

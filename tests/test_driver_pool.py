@@ -129,17 +129,6 @@ async def test_a_server_that_was_restarted_in_the_middle_of_a_step_gets_its_weig
         assert a.updates[-1][1:] == (run.version, path)
 
 
-async def test_a_server_that_was_restarted_between_two_steps_is_found_out_before_it_serves() -> None:
-    """Nothing broke, so nothing was probed: the first look of the step comes before its first token."""
-    async with servers() as (run, a, _):
-        await run.weight_update("/first")
-        await run.next_batch()
-        a.restart()
-        await run.next_batch()
-        assert a.weights == "/first"
-        assert a.used == {"/first"}
-
-
 async def test_tokens_of_a_server_whose_weights_were_changed_by_others_are_dropped() -> None:
     """Found by the next look; its requests go on elsewhere from what was certain."""
     async with servers() as (run, a, _):
@@ -216,23 +205,6 @@ async def test_a_server_that_does_not_answer_does_not_hide_what_the_others_say()
         run.audit()
 
 
-async def test_after_a_transfer_a_restarted_server_waits_for_the_next_update() -> None:
-    """april does not know where these weights are: no request goes there before it has the next ones."""
-    async with servers() as (run, a, _):
-        await run.weight_update(transfer=write)
-        await run.next_batch()
-        a.restart(2.0)
-        before = asyncio.get_running_loop().time()  # the first request after it fails, and the probe is slower
-        for _ in range(3):
-            await run.next_batch()
-        assert not used_after(a, before)
-        assert not run.scheduler._driver.core.engines.states["a"].quarantined
-        await run.weight_update(transfer=write)
-        later = asyncio.get_running_loop().time()
-        await run.next_batch()
-        assert [i for i, r in a.attempts.items() if r.started_s >= later]
-
-
 async def test_servers_are_given_the_weights_of_a_checkpoint() -> None:
     """Not believed to have them; and what those weights had generated before the restart is not stale under them."""
     async with servers("a") as (run, _):
@@ -274,21 +246,6 @@ async def test_a_server_that_is_started_anew_after_load_state_dict(path: str | N
         assert len(a.attempts) == 8
 
 
-async def test_a_cancelled_update_that_was_completed_is_what_a_server_gets_back() -> None:
-    """The caller left while engines loaded: the version is the new one, and so is the path that heals."""
-    async with servers(weight_update_s=2.0) as (run, a, _):
-        await run.weight_update("/first")
-        update = asyncio.create_task(run.weight_update("/second"))
-        await asyncio.sleep(1.0)
-        update.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await update
-        assert run.version.n == 2
-        await step_with(run, a.restart)
-        await run.next_batch()
-        assert a.weights == "/second"
-
-
 async def test_a_weight_update_does_not_wait_for_an_engine_that_is_healed() -> None:
     """It is left out; when its load of the old weights is over, it gets the new ones."""
     async with servers() as (run, a, _):
@@ -320,20 +277,6 @@ async def test_an_update_that_reaches_no_engine_is_an_error(what: str) -> None:
         await run.next_batch()
 
 
-async def test_an_update_of_the_only_engine_waits_until_it_is_healed() -> None:
-    """There is nobody else to go on with."""
-    async with servers("a", weight_update_s=10.0) as (run, a):
-        await run.weight_update("/first")
-        step = asyncio.create_task(run.next_batch())
-        await asyncio.sleep(3.5)
-        a.restart()
-        await asyncio.sleep(2.0)
-        assert await run.weight_update("/second") == PolicyVersion(0, 2)
-        await step
-        assert [path for _, _, path in a.updates][:3] == ["/first", "/first", "/second"]
-        assert a.weights == "/second"
-
-
 async def test_a_quarantined_engine_that_hangs_is_not_waited_for() -> None:
     """A dead machine answers nothing, not even with an error: the others train on after a moment."""
     async with servers() as (run, a, _):
@@ -341,89 +284,6 @@ async def test_a_quarantined_engine_that_hangs_is_not_waited_for() -> None:
         before = asyncio.get_running_loop().time()
         await run.weight_update("/first")
         assert asyncio.get_running_loop().time() - before == pytest.approx(QUARANTINED_PATIENCE_S)
-
-
-@pytest.mark.parametrize("alone", [False, True])
-async def test_an_engine_whose_resumption_failed_is_opened_before_it_is_used(alone: bool) -> None:
-    """The update is done; the engine has the weights and is still paused: the probe resumes it."""
-    a, b = Server("a", lengths=20), Server("b", lengths=20)
-    async with pool([a] if alone else [a, b]) as run:
-        a.hangs = {"resume"}
-        assert await run.weight_update("/first") == PolicyVersion(0, 1)
-        a.hangs = set()
-        async with asyncio.timeout(200):
-            for _ in range(3):
-                batch = await run.next_batch()
-        assert "a" in {s.engine for x in batch.samples for s in x.segments}
-        run.audit()
-
-
-async def test_an_engine_that_was_paused_too_late_is_opened_again() -> None:
-    """A pause that was given up took effect afterwards, and the transfer failed: it goes on with the next update."""
-
-    async def transfer() -> None:
-        a.hangs = set()
-        await a.pause()
-        raise OSError("no route")
-
-    async with servers() as (run, a, _):
-        a.hangs = {"pause"}
-        with pytest.raises(OSError, match="no route"):
-            await run.weight_update(transfer=transfer)
-        with pytest.raises(april.EngineError, match="interrupted"):
-            await run.next_batch()
-        await run.weight_update(transfer=write)
-        async with asyncio.timeout(200):
-            for _ in range(3):
-                batch = await run.next_batch()
-        assert "a" in {s.engine for x in batch.samples for s in x.segments}
-
-
-async def test_a_failed_load_of_the_only_engine_is_not_healed_by_a_name() -> None:
-    """At version 0 there is no path: what an engine has that broke while it loaded, no label makes the old weights."""
-
-    class Torn(Server):
-        async def update_weights(self, version: PolicyVersion, path: str | None = None) -> None:
-            if path == "/broken":
-                self.lose_weights("half")
-                raise april.EngineError("it is between two versions")
-            await super().update_weights(version, path)
-
-        async def generate(self, request: Any) -> Any:
-            if self.weights == "half":
-                raise april.EngineError("it is between two versions")
-            async for chunk in super().generate(request):
-                yield chunk
-
-    a = Torn("a", lengths=20)
-    async with pool([a], outage_deadline_s=50.0) as run:
-        with pytest.raises(april.EngineError, match="between two versions"):
-            await run.weight_update("/broken")
-        with pytest.raises(april.RolloutError, match="no engine with the current weights"):
-            await run.next_batch()
-        assert not a.attempts
-        await run.weight_update("/good")
-        await run.next_batch()
-        run.audit()
-
-
-async def test_one_of_two_engines_dies_with_64_in_flight() -> None:
-    """All finish on the other one; no token that had reached april is generated again."""
-    lengths = {(g, i): 20 + (7 * g + i) % 30 for g in range(32) for i in range(2)}
-    a, b = Server("a", lengths=lengths), Server("b", lengths=lengths)
-    async with pool([a, b], n=32) as run:
-        step = asyncio.create_task(run.next_batch())
-        await asyncio.sleep(10.5)
-        assert a.open_streams + b.open_streams == 64
-        a.die()
-        batch = await step
-        assert len(batch.samples) == 64
-        assert sum(len(s.tokens) for s in batch.samples) == a.handed_over_tokens + b.handed_over_tokens
-        assert sum(len(s.tokens) for s in batch.samples) == sum(lengths.values())
-        ledger = run.ledger()["tokens"]
-        assert (ledger.observed, ledger.delivered, ledger.held) == (sum(lengths.values()), sum(lengths.values()), 0)
-        assert batch.metrics["failed_attempts"] == 32
-        run.audit()
 
 
 # ---------------------------------------------------------------- engines that are away for a while
@@ -471,35 +331,6 @@ async def test_an_outage_costs_no_token(
         assert dropped or not +run.ledger()["tokens"].dropped
 
 
-async def test_a_dead_engine_does_not_hold_up_weight_updates() -> None:
-    """The others train on; back again with old weights it gets no request before an update has reached it."""
-    faults = FaultScript(Fault("engine_dies", engine="bad", from_s=5, seconds=100))
-    bad, good = FakeEngine("bad", lengths=20, faults=faults), FakeEngine("good", lengths=20)
-    async with pool([bad, good], n=2) as run:
-        for n in range(6):
-            await run.next_batch()
-            assert await run.weight_update() == PolicyVersion(0, n + 1)
-            assert bad.version == run.version or not used_after(bad, 5)
-        assert asyncio.get_running_loop().time() > 105
-        assert bad.version == good.version == run.version
-        await run.next_batch()
-        assert used_after(bad, 105)
-        run.audit()
-
-
-async def test_an_update_that_no_engine_takes_is_an_error() -> None:
-    """All dead: the version stays, and the first engine's error comes out."""
-    engine = FakeEngine(lengths=20, faults=FaultScript(Fault("engine_dies", from_s=5, seconds=100)))
-    async with pool([engine], n=2) as run:
-        step = asyncio.create_task(run.next_batch())
-        await asyncio.sleep(10)
-        with pytest.raises(april.EngineError, match="is dead"):
-            await run.weight_update()
-        assert run.version == PolicyVersion(0, 0)
-        await step
-        assert await run.weight_update() == PolicyVersion(0, 1)
-
-
 # ----------------------------------------------------------------
 # Evaluations on engines that are busy, die or lose their weights, and evaluations that nobody waits for any more.
 
@@ -542,22 +373,6 @@ async def test_a_cancelled_evaluation_ends_its_requests_before_it_closes_their_s
         run.audit()
 
 
-async def test_a_failing_evaluation_ends_its_other_requests() -> None:
-    """One reward raises: the rest is aborted, not cut."""
-
-    def reward(prompt: Any, response: Any) -> float:
-        if len(response.tokens) < 10:
-            raise ValueError("too short")
-        return 1.0
-
-    a = Server("a", lengths=lambda request: 5 if request.token_ids[0] == 1 else 50)
-    config = april.Config(rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=60)
-    async with rollouts(config, engines=[a], prompts=PROMPTS, reward=reward) as run:
-        with pytest.raises(april.RolloutError, match="evaluation prompt 0: the reward function raised"):
-            await run.evaluate(PROMPTS)
-        assert ends(a) <= {"abort", "stop"}
-
-
 @pytest.mark.parametrize("alone", [False, True])
 async def test_an_evaluation_waits_for_an_engine_that_is_busy(alone: bool) -> None:
     """Nothing has failed: the request goes to another engine, or waits as long as it was asked to."""
@@ -585,15 +400,6 @@ async def test_an_evaluation_does_not_shorten_the_rest_of_an_engine() -> None:
         assert [r.started_s for r in a.attempts.values() if r.evaluation] == [7.0]
         await step
         run.audit()
-
-
-async def test_an_evaluation_respects_the_cap_of_an_engine() -> None:
-    """What its memory holds is no other for an evaluation: four at a time, then two."""
-    async with servers("a", Busy) as (run, a):
-        run.scheduler._driver.core.engines.states["a"].cap.measured = 4
-        await run.evaluate(PROMPTS)
-        assert a.most_open == 4
-        assert asyncio.get_running_loop().time() == pytest.approx(40.0)
 
 
 def test_an_evaluation_on_an_engine_that_is_busy_for_ever_ends() -> None:

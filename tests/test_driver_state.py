@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from saved_rollouts import LENGTHS, by_torch, check, in_a_step, new, observed, plain, seen_of, until_the_end
+from saved_rollouts import LENGTHS, by_torch, check, in_a_step, new, observed, plain, seen_of
 from virtual_rollouts import RecordingEngine, Rollouts, on_virtual_time, prompt_ids, table
 
-from april.core.sampling import SamplingParams
 from april.core.tape import SegmentKind
-from april.core.types import DropReason, OnDataEnd, Prompt, SampleId, SampleState
+from april.core.types import DropReason, OnDataEnd, Prompt, SampleId
 from april.core.versions import PolicyVersion
 from april.driver.llm import LLM
 from april.driver.rewards import Response
@@ -142,36 +140,6 @@ async def test_a_restart_of_a_restart() -> None:
         await rollouts.close()
 
 
-@pytest.mark.parametrize("what", ["pause", "evaluation", "weight update"])
-async def test_a_state_may_be_taken_at_any_time(what: str) -> None:
-    """In a pause, an evaluation or a weight update: the state is that of training, and can be gone on from."""
-    old = new()
-
-    async def pause() -> None:
-        async with old.driver.paused():
-            await asyncio.sleep(10)
-
-    meanwhile: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
-        "pause": pause,
-        "evaluation": lambda: old.driver.evaluate([Prompt(prompt_ids(9))], 2, SamplingParams(max_tokens=30), 0),
-        "weight update": lambda: old.driver.update_weights(None, lambda: asyncio.sleep(10)),
-    }
-    async with in_a_step(old, 7.5):
-        task = asyncio.create_task(meanwhile[what]())
-        await asyncio.sleep(5)
-        assert not old.core.attempts
-        before = observed(old)
-        state = plain(old.driver.state_dict(None))
-        await task
-
-    again = new()
-    assert await again.driver.load_state_dict(state) == PolicyVersion(1, 0)
-    assert observed(again) == before
-    for _ in range(3):
-        check(await again.driver.next_batch())
-        await again.driver.update_weights()
-
-
 async def test_a_state_may_be_loaded_while_nothing_else_can_begin() -> None:
     """A batch asked for during the load is refused with a sentence, and comes afterwards."""
     old = new()
@@ -191,24 +159,6 @@ async def test_a_state_may_be_loaded_while_nothing_else_can_begin() -> None:
 # ---------------------------------------------------------------- the prompts
 
 
-async def test_prompts_go_on_where_they_stood() -> None:
-    """Each prompt once, the last short batch and the end of the data included; the data of held prompts is kept."""
-
-    def prompts() -> Iterator[dict[str, Any]]:
-        return ({"token_ids": prompt_ids(i), "answer": i} for i in range(13))
-
-    old = new(prompts=prompts())
-    delivered = [s.prompt.data["answer"] for _ in range(2) for s in (await old.step()).samples]
-    state = plain(old.driver.state_dict(None))
-    await old.close()
-    again = new(prompts=prompts())
-    await again.driver.load_state_dict(state)
-    async for batch in until_the_end(again):
-        delivered += [s.prompt.data["answer"] for s in batch.samples]
-    assert sorted(delivered) == sorted(2 * list(range(13)))
-    assert again.core.prompts.as_dict() == {"observed": 13, "delivered": 13, "held": 0, "dropped": {}}
-
-
 async def test_responses_that_wait_for_more_prompts_with_a_quorum() -> None:
     """Of three groups a batch takes eight responses, four wait, and another prompt brings them to a full batch."""
     run = Rollouts(
@@ -220,23 +170,6 @@ async def test_responses_that_wait_for_more_prompts_with_a_quorum() -> None:
         await run.driver.next_batch()
     run.driver.extend([prompt_ids(77)])
     assert len(await run.driver.next_batch()) == 8
-
-
-async def test_groups_that_wait_for_more_prompts_survive() -> None:
-    """on_data_end: wait keeps the rest over a restart; extend() brings it to a full batch."""
-    old = Rollouts(table({}), n=2, prompts=3, on_data_end=OnDataEnd.WAIT)
-    await old.step()
-    with pytest.raises(DataExhausted, match="complete groups that wait for more prompts: 1"):
-        await old.driver.next_batch()
-    state = plain(old.driver.state_dict(None))
-    await old.close()
-    again = Rollouts(table({}), n=2, prompts=3, on_data_end=OnDataEnd.WAIT)
-    await again.driver.load_state_dict(state)
-    with pytest.raises(DataExhausted, match="complete groups that wait for more prompts: 1"):
-        await again.driver.next_batch()
-    again.driver.extend([prompt_ids(77)])
-    batch = await again.driver.next_batch()
-    assert [int(s.prompt.token_ids[0]) for s in batch.samples] == [3, 78]
 
 
 async def with_output(prompt: Prompt, llm: LLM) -> Any:
@@ -365,61 +298,4 @@ async def test_a_function_that_does_otherwise_begins_again(change: str) -> None:
     assert {s.version.incarnation for s in sample.segments} == {1}
     sibling = next(s for s in delivered if s.id == (0, 1))
     assert sibling.segments[0].version == (0, 0)
-    again.core.validate()
-
-
-# ---------------------------------------------------------------- finished siblings, rewards, filters
-
-
-async def tokens_of_group(prompt: Prompt, responses: list[Response]) -> list[float]:
-    return [float(len(r.tokens)) for r in responses]
-
-
-async def longer_than_five(prompt: Prompt, responses: list[Response]) -> bool:
-    return all(r.reward == len(r.tokens) for r in responses) and max(len(r.tokens) for r in responses) > 5
-
-
-async def count(prompt: Prompt, response: Response) -> float:
-    return float(len(response.tokens))
-
-
-GROUP_REWARD, FILTER = {"group_reward": tokens_of_group}, {"reward": count, "filter": longer_than_five}
-
-
-@pytest.mark.parametrize("functions", [GROUP_REWARD, FILTER], ids=["group reward", "filter"])
-@pytest.mark.parametrize("now", [None, "no filter"])
-async def test_finished_siblings_are_scored_and_judged_with_the_others(
-    functions: dict[str, Any], now: str | None
-) -> None:
-    """Group rewards and filters see the whole group after a restart, though functions' results did not survive it."""
-    lengths = table({(0, 0): 4, (0, 1): 40, (1, 0): 5, (1, 1): 5, (2, 0): 9, (2, 1): 30}, 35)
-
-    event = asyncio.Event()
-
-    async def late(prompt: Prompt, responses: list[Response]) -> bool:
-        await event.wait()
-        return True
-
-    given = functions | ({"filter": late} if "filter" in functions else {})
-    old = new(lengths=lengths, **given)
-    async with in_a_step(old, 20):
-        states = [s.state for s in old.core.buffer.samples()]
-        assert SampleState.FINISHED in states or SampleState.SCORING in states
-        state = plain(old.driver.state_dict(None))
-        before = observed(old)
-        event.set()
-
-    later = {k: v for k, v in functions.items() if k != "filter"} if now else functions
-    again = new(lengths=lengths, **later)
-    await again.driver.load_state_dict(state)
-    assert observed(again) == before
-    delivered: list[Any] = []
-    for _ in range(3):
-        batch = await again.driver.next_batch()
-        check(batch, lengths)
-        assert batch.rewards.tolist() == batch.lengths.tolist()
-        delivered += batch.group_ids.tolist()
-        await again.driver.update_weights()
-    assert (1 in delivered) is ("filter" not in later)
-    assert 0 in delivered
     again.core.validate()

@@ -16,24 +16,6 @@ from april.errors import ConfigError, EngineError, RolloutError
 pytestmark = on_virtual_time
 
 
-async def test_pause_and_resume_in_the_middle_of_a_step() -> None:
-    """Inside a pause nothing generates; afterwards the same samples go on where they were."""
-    rollouts = Rollouts(table({(0, 0): 20, (1, 0): 30}), n=2)
-    waiter = asyncio.create_task(rollouts.driver.next_batch())
-    await asyncio.sleep(7.5)
-    async with rollouts.driver.paused():
-        assert not rollouts.core.attempts
-        assert [len(rollouts.sample(g, 0).chains[0].tape) for g in (0, 1)] == [7, 7]
-        made = rollouts.engines[0].tokens
-        await asyncio.sleep(100)
-        assert rollouts.engines[0].tokens == made
-        rollouts.core.validate()
-    batch = await waiter
-    rollouts.check(batch)
-    assert now() == pytest.approx(7.5 + 100 + 23, abs=1.01)
-    assert all(s.attempts == 2 for s in batch.samples)
-
-
 async def test_a_cancelled_pause_goes_on() -> None:
     """Whoever gives up waiting for a pause leaves training running."""
 
@@ -113,17 +95,6 @@ async def test_calls_that_would_wait_for_the_end_of_a_pause_say_so() -> None:
     assert not waiter.done()
     await driver.resume()
     rollouts.check(await waiter)
-
-
-async def test_weight_update_in_the_middle_of_a_step() -> None:
-    """An asynchronous trainer may update while a step runs: the sample is cut there, and its versions say so."""
-    rollouts = Rollouts(table({(0, 0): 20}), n=1)
-    waiter = asyncio.create_task(rollouts.driver.next_batch())
-    await asyncio.sleep(8.5)
-    assert await rollouts.driver.update_weights() == PolicyVersion(0, 1)
-    batch = await waiter
-    rollouts.check(batch)
-    assert [(s.version.n, s.count) for s in batch.samples[0].segments] == [(0, 8), (1, 12)]
 
 
 TORN = r"reached engines \['good'\] but not \['bad'\].*weight_update again"
@@ -223,20 +194,6 @@ async def test_an_engine_that_hangs_does_not_hold_up_close(caplog: pytest.LogCap
     await rollouts.close()
     assert now() - before == pytest.approx(30, abs=0.01)
     assert "engine bad could not be closed" in caplog.text
-
-
-async def test_a_half_done_weight_update_stops_generation_until_it_is_whole() -> None:
-    """One engine has the new weights, the other has not: no token is made before both agree; carry is kept."""
-    rollouts = two("load", table({(2, 0): 30, (3, 0): 30}), n=2, over=4)
-    rollouts.engines[1].slow = {"load": 5.0}
-    await rollouts.driver.next_batch()
-    made = await half_done(rollouts)
-    assert now() == pytest.approx(10, abs=0.01)  # nobody resumed while the other engine was loading
-    with pytest.raises(EngineError, match=TORN):
-        await rollouts.driver.next_batch()
-    assert sum(e.tokens for e in rollouts.engines) == made
-    assert await rollouts.driver.update_weights("weights") == PolicyVersion(0, 1)
-    assert (await rollouts.step()).version == PolicyVersion(0, 1)
 
 
 async def test_a_half_done_weight_update_ends_the_wait_for_a_step_that_is_running() -> None:

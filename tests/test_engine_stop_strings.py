@@ -13,6 +13,7 @@ from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from real_schedulers import reward
 from server_fixtures import ServerThread, saved, settings
+from virtual_rollouts import Angles
 
 import april
 from april.core.types import DropReason, FinishReason
@@ -20,13 +21,6 @@ from april.core.types import DropReason, FinishReason
 STOPS = ("7><1", "4><23")
 """Each begins in one token and ends in the next one, so that a weight update can cut it."""
 BUDGET = 120
-
-
-class Angles:
-    """Token 17 is the text ``<17>``."""
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return "".join(f"<{i}>" for i in ids)
 
 
 def other_text(ids: Sequence[int]) -> str:

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from core_machine import EOS
 from virtual_rollouts import EOS as VIRTUAL_EOS
-from virtual_rollouts import RecordingEngine, Rollouts, on_virtual_time, table
+from virtual_rollouts import Angles, RecordingEngine, Rollouts, on_virtual_time, table
 
 import april
 from april.core.sampling import SamplingParams
-from april.core.types import (
-    DropReason,
-)
+from april.core.types import DropReason
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.wire_checks import AnswerChecks
 from april.engines.protocol import Chunk, EngineFinish, Request
@@ -22,7 +20,6 @@ from april.errors import EngineError, WireError
 from april.testing import FakeEngine, rollouts
 
 pytestmark = on_virtual_time
-
 
 
 # ---------------------------------------------------------------- engines of this process
@@ -102,9 +99,6 @@ async def test_an_engine_object_that_goes_on_after_eos_is_not_believed(caplog: p
     assert caplog.text.count("tokens came after token 0, which ends responses") == 2
 
 
-# ---------------------------------------------------------------- a trainer's own servers
-
-
 # ----------------------------------------------------------------
 # Answers that contradict themselves, or end where no response can end: dropped whole as corrupt, and begun again.
 
@@ -167,16 +161,12 @@ async def test_a_stop_string_does_not_excuse_an_answer_that_contradicts_itself()
             if len(self.requests) == 1:
                 raise WireError("it reports 3 tokens but contains 2")
 
-    class Names:
-        def decode(self, ids: list[int], **options: Any) -> str:
-            return "".join(f"<{i}>" for i in ids)
-
     async def until_a_string(prompt: april.Prompt, llm: Any) -> Any:
         return await llm.generate(stop=["><"])  # complete with the second token
 
     lengths = table({}, 8)
     engine = Contradicts(lengths, stream_interval_s=1.0)
-    rollouts = Rollouts(lengths, n=1, engines=[engine], tokenizer=Names(), rollout=until_a_string)
+    rollouts = Rollouts(lengths, n=1, engines=[engine], tokenizer=Angles(), rollout=until_a_string)
     batch = await rollouts.driver.next_batch()
     assert batch.samples[0].attempts == 2
     assert len(batch.samples[0].tokens) == 2

@@ -5,22 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from real_schedulers import assert_nothing_is_left, check, scheduler
+from real_schedulers import check, scheduler
 
 import april
 from april.core.types import DropReason
 from april.driver.rewards import Response
 from april.errors import ConfigError
 
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    yield
-    assert_nothing_is_left()
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 # ---------------------------------------------------------------- kinds of functions

@@ -228,17 +228,6 @@ def test_what_cannot_be_asked_is_refused_by_name(messages: Any, arguments: Any, 
     assert batch_of(rollout).one_row_each
 
 
-def test_a_cut_answer_is_length() -> None:
-    """By the call's own ``max_tokens``, even inside a tool call."""
-    seen: list[Any] = []
-
-    async def rollout(prompt: april.Prompt, llm: april.LLM) -> None:
-        seen.append(await llm.chat(ask("#add"), tools=TOOLS, max_tokens=20))
-
-    batch_of(rollout)
-    assert (seen[0].finish, list(seen[0].tool_calls), len(seen[0].tokens)) == ("length", [], 20)
-
-
 @pytest.mark.parametrize("configured", [False, True])
 def test_an_answer_ends_before_its_stop_string(configured: bool) -> None:
     """Be it an argument of the call or a setting."""

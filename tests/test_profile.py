@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from fake_servers.vllm import FakeVllmServer
+from records import command
 from server_fixtures import ServerThread
-from typer.testing import CliRunner
 
-from april.cli import app
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
 from april.simulate import plan as planning
@@ -32,11 +31,6 @@ def measured(engine: Any, **options: Any) -> CostProfile:
             await engine.close()
 
     return run_virtual(program())
-
-
-def unboxed(text: str) -> str:
-    """What a command has printed, wherever its lines were broken."""
-    return " ".join(text.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
 
 
 def test_the_cost_is_found() -> None:
@@ -77,21 +71,20 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "profile.json"
     server = FakeVllmServer()
     with ServerThread(server):
-        arguments = ["profile", server.url, "--kind", "vllm", "--max-in-flight", "8", "--tokens", "16"]
-        result = CliRunner().invoke(app, [*arguments, "--out", str(out)])
-    assert result.exit_code == 0, result.output
-    assert re.search(r"for each 1,000 tokens .* memory; a prefilled token takes [\d.]+ .?s\. ", unboxed(result.output))
+        arguments = [server.url, "--kind", "vllm", "--max-in-flight", "8", "--tokens", "16", "--out", out]
+        code, said = command("profile", *arguments)
+    assert code == 0, said
+    assert re.search(r"for each 1,000 tokens .* memory; a prefilled token takes [\d.]+ .?s\. ", said)
     assert read_cost(out).base_s > 0.0
     assert set(json.loads(out.read_text())["speeds"]) == {"1", "2", "4", "8"}
     lengths = tmp_path / "lengths.jsonl"
     lengths.write_text("\n".join(f'{{"lengths": [{10 + i}, {20 + i}, {40 + i}, {90 + 7 * i}]}}' for i in range(16)))
     small = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--engines", "1"]
-    plan = ["plan", str(lengths), "--cost", str(out), *small, "--max-response-len", "300"]
-    planned = CliRunner().invoke(app, [*plan, "--out", str(tmp_path / "plan")])
-    assert planned.exit_code == 0, planned.output
-    wrong = CliRunner().invoke(app, [*plan, "--gpu", "h100"])
-    assert wrong.exit_code == 2
-    assert "the engines' cost was measured; leave out gpu" in unboxed(wrong.output)
+    plan = ["plan", lengths, "--cost", out, *small, "--max-response-len", "300"]
+    code, said = command(*plan, "--out", tmp_path / "plan")
+    assert code == 0, said
+    code, said = command(*plan, "--gpu", "h100")
+    assert (code, "the engines' cost was measured; leave out gpu" in said) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +102,6 @@ def test_what_is_wrong_is_said(
 ) -> None:
     """Before anything is measured; and no file is left."""
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["profile", *arguments])
-    assert result.exit_code == code, result.output
-    assert sentence in unboxed(result.output)
+    found, said = command("profile", *arguments)
+    assert (found, sentence in said) == (code, True), said
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -95,6 +95,13 @@ def test_a_prompt_is_a_copy() -> None:
     assert prompt.token_ids.tolist() == [1, 2]
 
 
+class Elsewhere:
+    """A tensor on another device."""
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+
 @pytest.mark.parametrize(
     ("item", "words"),
     [
@@ -102,6 +109,7 @@ def test_a_prompt_is_a_copy() -> None:
             (item, "prompt 4: token_ids must be a non-empty flat list of integers")
             for item in (
                 [], [[1], [2]], [[1], [2, 3]], [1.0], [True], ["a"], [2**70], {"token_ids": None}, {"token_ids": 5},
+                Elsewhere(),
             )
         ),
         ([[1, 2], [3, 4]], r"on the CPU, got list of shape \[2, 2\], int64"),

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -184,6 +181,23 @@ def config(**settings: Any) -> april.Config:
 PROMPTS = [[1 + i, 2] for i in range(6)]
 
 
+def started(settings: Any = None, **functions: Any) -> Any:
+    """A run of these functions on virtual time."""
+    return rollouts(
+        config(**(settings or {})), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, **functions
+    )
+
+
+def first_batch(settings: Any = None, **functions: Any) -> april.Batch:
+    """The first batch of such a run."""
+
+    async def program() -> april.Batch:
+        async with started(settings, **functions) as run:
+            return await run.next_batch()
+
+    return run_virtual(program())
+
+
 @pytest.mark.parametrize(("settings", "functions"), CASES.values(), ids=CASES)
 def test_every_row_has_its_own_over_restarts(
     settings: dict[str, Any], functions: dict[str, Any], tmp_path: Path
@@ -248,80 +262,6 @@ def test_every_row_has_its_own_over_restarts(
                 assert numbers[~np.isnan(numbers)].tolist() == expected
 
 
-def train(folder: Path, case: str, dies: int | None = None) -> None:
-    """Train to the end from the newest state in the folder, and write each batch and the state after its update there.
-
-    With ``dies``, the process kills itself in the call of its reward function that has this number.
-    """
-    settings, functions = CASES[case]
-    calls = 0
-
-    def reward(prompt: april.Prompt, response: april.Response) -> april.Reward:
-        nonlocal calls
-        calls += 1
-        if calls == dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return functions["reward"](prompt, response)  # type: ignore[no-any-return]
-
-    states = sorted(folder.glob("state-*"))
-
-    async def program() -> None:
-        async with rollouts(
-            config(**settings), prompts=PROMPTS, reward=reward, rollout=functions["rollout"],
-            engines=[FakeEngine("e", lengths=lambda r: 2 + 3 * r.sample_key[1], max_running=5)],
-        ) as run:  # fmt: skip
-            if states:
-                await run.load_state_dict(read_state(states[-1], "test"))
-            try:
-                while True:
-                    batch = await run.next_batch()
-                    await run.weight_update()
-                    (folder / f"batch-{batch.id:02d}").write_bytes(pack(batch))
-                    write_state(folder / f"state-{batch.id:02d}", "test", run.state_dict())
-            except april.DataExhausted:
-                return
-
-    run_virtual(program())
-
-
-def trained(folder: Path) -> Iterator[tuple[dict[str, bytes], list[Any]]]:
-    """For each batch, in the order of ids: the bytes of its arrays and what its rewards had, notes included.
-
-    What depends on when a response was generated is left out: numbers of samples in the batch, versions, and the fake
-    engine's log-probabilities, which follow from versions.
-    """
-    for file in sorted(folder.glob("batch-*")):
-        batch = unpack(file.read_bytes(), april.Batch)
-        rows = sorted(range(len(batch)), key=lambda i: (batch.samples[i].id, batch.samples[i].chain))
-        arrays = batch.padded()
-        for name in ("logprobs", "sample_numbers", "staleness", "version_incarnation", "version_n"):
-            del arrays[name]
-        assert arrays.keys() >= {*TURNS, *TOKENS, *WEIGHTS}
-        samples = [batch.samples[i] for i in rows]
-        yield (
-            {name: values[rows].tobytes() for name, values in arrays.items()},
-            [(s.id, s.turns, s.row_reward, s.row_reward and s.row_reward.note) for s in samples],
-        )
-
-
-def test_a_killed_process_costs_no_part_of_a_reward(tmp_path: Path) -> None:
-    """After kill -9 amid the rewards of a step, batches are those of an uninterrupted run, to the last bit."""
-    case = "conversations in parts of groups"
-    for name in ("killed", "whole"):
-        (tmp_path / name).mkdir()
-    command = [sys.executable, __file__, str(tmp_path / "killed"), case, "14"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    died = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert died.returncode == -signal.SIGKILL, died.stderr[-3000:]
-    before = len(list((tmp_path / "killed").iterdir()))
-    assert before >= 2
-    train(tmp_path / "killed", case)
-    train(tmp_path / "whole", case)
-    killed, whole = list(trained(tmp_path / "killed")), list(trained(tmp_path / "whole"))
-    assert before // 2 < len(whole)
-    assert killed == whole
-
-
 def _place(row: april.DeliveredSample) -> int | None:
     return None if row.row_reward is None else row.row_reward.row
 
@@ -367,14 +307,7 @@ def test_ranks_get_what_was_delivered(case: str) -> None:
 
 def test_an_empty_share_has_the_shapes() -> None:
     """A rank without rows has arrays of every name, with the dimensions and types that the other ranks' have."""
-
-    async def program() -> april.Batch:
-        async with rollouts(
-            config(), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, reward=whole, rollout=two_turns
-        ) as run:
-            return await run.next_batch()
-
-    batch = run_virtual(program())
+    batch = first_batch(reward=whole, rollout=two_turns)
     *_, empty = batch.split(9)
     there = unpack(pack(empty), april.Batch)
     for make in ("padded", "ragged"):
@@ -419,14 +352,7 @@ def test_actors_of_ray_return_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gdpo_is_a_sum_of_advantages_of_parts() -> None:
     """GDPO (arXiv 2601.05242): each part is normalised in its group, the weighted sum over the batch."""
-
-    async def program() -> april.Batch:
-        async with rollouts(
-            config(reward_weights=WEIGHTS), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, reward=weighted
-        ) as run:
-            return await run.next_batch()
-
-    batch = run_virtual(program())
+    batch = first_batch({"reward_weights": WEIGHTS}, reward=weighted)
     found = sum(w * batch.advantages(of=name, epsilon=1e-4, ddof=1) for name, w in WEIGHTS.items())
     groups = np.stack([batch.parts[name].astype(np.float64).reshape(2, 3) for name in WEIGHTS], 2)
     normal = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-4)
@@ -569,30 +495,7 @@ def test_a_group_with_an_invalid_reward_decides_no_names() -> None:
         if len(calls) == 1:
             return [{"total": 1.0, "corect": 1.0}, {"total": NAN}, {"total": NAN}]
         return [{"total": 1.0, "correct": 1.0}] * len(responses)
-
-    async def program() -> april.Batch:
-        async with rollouts(
-            config(), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, group_reward=scores
-        ) as run:
-            return await run.next_batch()
-
-    assert [*run_virtual(program()).parts] == ["correct"]
-
-
-def test_a_missing_part_ends_the_run_like_a_reward_that_is_no_number() -> None:
-    """The sentence reaches the trainer, with the sample's name."""
-
-    def forgets(prompt: april.Prompt, response: april.Response) -> dict[str, float]:
-        return {"total": 1.0} | ({} if response.sample_id.index == 2 else {"correct": 1.0})
-
-    async def program() -> None:
-        async with rollouts(
-            config(max_failed_groups=2), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, reward=forgets
-        ) as run:
-            await run.next_batch()
-
-    with pytest.raises(april.RolloutError, match=r"the reward of g\d.s2 has no correct, which earlier rewards"):
-        run_virtual(program())
+    assert [*first_batch(group_reward=scores).parts] == ["correct"]
 
 
 @pytest.mark.parametrize(
@@ -607,9 +510,7 @@ def test_a_missing_part_ends_the_run_like_a_reward_that_is_no_number() -> None:
 def test_a_damaged_state_is_refused(change: Any, sentence: str) -> None:
     """Numbers of a state are checked as those of a reward function are."""
     async def saved() -> Any:
-        async with rollouts(
-            config(), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, reward=whole, rollout=two_turns
-        ) as run:
+        async with started(reward=whole, rollout=two_turns) as run:
             await run.next_batch()
             return run.state_dict(trained_through=-1)
 
@@ -619,9 +520,7 @@ def test_a_damaged_state_is_refused(change: Any, sentence: str) -> None:
     state["checksum"] = checksum(state["april"], {k: v for k, v in state.items() if k not in SEAL})
 
     async def restored() -> None:
-        async with rollouts(
-            config(), engines=[FakeEngine("e", lengths=5)], prompts=PROMPTS, reward=whole, rollout=two_turns
-        ) as run:
+        async with started(reward=whole, rollout=two_turns) as run:
             await run.load_state_dict(state)
 
     with pytest.raises(april.CheckpointError, match=re.escape(sentence)):
@@ -636,7 +535,3 @@ def test_weights_are_settings() -> None:
         with pytest.raises(april.ConfigError, match=r"reward_weights"):
             config(reward_weights=wrong)
     assert rank_packing.plain_value(np.float32(0.5)) == 0.5
-
-
-if __name__ == "__main__":
-    train(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -6,15 +6,13 @@ One decode step takes one virtual second, so everything is exact.
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from seeds import seeds
-from virtual_rollouts import RecordingEngine, Rollouts, now, on_virtual_time, prompt_ids, table
+from virtual_rollouts import RecordingEngine, Rollouts, on_virtual_time, table
 
 from april.core.batch import Batch
 from april.core.run_times import (
@@ -25,40 +23,15 @@ from april.core.run_times import (
     bottleneck,
     bottleneck_of,
     pace,
-    whole,
 )
 from april.core.settings import CoreSettings
-from april.core.types import GenerationMode, Prompt, Refill, Work
-from april.errors import EngineError
+from april.core.types import GenerationMode, Refill, Work
 from april.record.file import RunRecord
 from april.record.replay import replay
-from april.testing.records import is_evaluation
 
 pytestmark = on_virtual_time
 
 CONTINUOUS: dict[str, Any] = {"generation": GenerationMode.CONTINUOUS, "refill": Refill.SAMPLE}
-
-
-class Watched(RecordingEngine):
-    """Integrates its open requests on its own, and is broken until it is told otherwise."""
-
-    request_s = broken_until = 0.0
-    """``request_s``: seconds of all of training's requests together."""
-
-    async def generate(self, request: Any) -> Any:
-        began = now()
-        if began < self.broken_until:
-            raise EngineError("it is broken")
-        try:
-            async for chunk in super().generate(request):
-                yield chunk
-        finally:
-            self.request_s += 0.0 if is_evaluation(request.attempt_id) else now() - began
-
-    async def health(self) -> Any:
-        if now() < self.broken_until:
-            raise EngineError("it is broken")
-        return await super().health()
 
 
 def check(m: Mapping[str, float]) -> None:
@@ -85,7 +58,7 @@ async def test_a_trainer_that_waits_for_each_batch() -> None:
     def lengths(group: int, index: int) -> int:
         return 4 if group % 2 == 0 else 8
 
-    engine = Watched(lengths, slow={"pause": 1.0, "load": 2.0, "resume": 0.5})
+    engine = RecordingEngine(lengths, slow={"pause": 1.0, "load": 2.0, "resume": 0.5})
     run = Rollouts(lengths, n=2, engines=[engine])
     batch = await run.driver.next_batch()
     check(batch.metrics)
@@ -113,7 +86,7 @@ async def test_a_trainer_that_waits_for_each_batch() -> None:
 
 async def test_the_bound_is_what_keeps_places_empty() -> None:
     """Continuous, bound 1: two batches' worth of groups is done after 10 s, and the trainer trains for 100 s."""
-    run = Rollouts(lambda g, i: 5, n=2, engines=[Watched(lambda g, i: 5)], max_staleness=1, **CONTINUOUS)
+    run = Rollouts(lambda g, i: 5, n=2, max_staleness=1, **CONTINUOUS)
     batch = await run.driver.next_batch()
     assert times(batch) == pytest.approx({"step_s": 5, "trainer_wait_s": 5, "engines_busy": 1})
     assert batch.bottleneck == (
@@ -137,7 +110,7 @@ async def test_the_bound_is_what_keeps_places_empty() -> None:
 async def test_a_trainer_that_asks_ahead() -> None:
     """It asks as soon as it has a batch: where it is slower, a batch waits for it, and that is training's time."""
     for training, ready in ((4.0, 0.0), (25.0, 15.0)):
-        run = Rollouts(lambda g, i: 10, n=2, engines=[Watched(lambda g, i: 10)])
+        run = Rollouts(lambda g, i: 10, n=2)
         batch = await run.driver.next_batch()
         for _ in range(3):
             ahead = asyncio.create_task(run.driver.next_batch())
@@ -159,7 +132,8 @@ async def test_a_replay_finds_the_same_times(tmp_path: Path) -> None:
     lengths = table({(g, i): 3 + 7 * (g % 3) for g in range(60) for i in range(2)})
     batches: list[Batch] = []
 
-    engines = [Watched(lengths, name=f"e{i}", max_running=3, slow={"pause": 0.5, "load": 2.0}) for i in range(2)]
+    slow = {"pause": 0.5, "load": 2.0}
+    engines = [RecordingEngine(lengths, f"e{i}", max_running=3, slow=slow) for i in range(2)]
     run = Rollouts(lengths, n=2, samples=2, over=3, engines=engines, record=RunRecord(tmp_path / "run.jsonl"))
     for _ in range(4):
         batches.append(await run.driver.next_batch())
@@ -170,72 +144,6 @@ async def test_a_replay_finds_the_same_times(tmp_path: Path) -> None:
     for batch, found in zip(batches, again.steps, strict=True):
         assert {name: batch.metrics[name] for name in found} == pytest.approx(found, abs=1e-5)
     assert again.rows()["time"].startswith("trainer and engines take turns: the trainer waited ")
-
-
-async def last(run: Rollouts) -> Batch:
-    """One more batch, after whatever updates it needs."""
-    while run.core.train_first:
-        await run.driver.update_weights()
-    return await run.driver.next_batch()
-
-
-@pytest.mark.parametrize("seed", seeds(12))
-async def test_the_times_add_up_whatever_happens(seed: int) -> None:
-    """Random settings, lengths, trainers, evaluations, pauses and broken engines, several batches out.
-
-    Sums over the run: the steps make up the whole time from the first request to the last delivery, and the busy
-    places are the requests that were at the engines.
-    """
-    dice = random.Random(seed)
-    modes: list[dict[str, Any]] = [{}, {"refill": Refill.GROUP}, {"refill": Refill.SAMPLE}, CONTINUOUS]
-    mode = modes[seed % 4]
-    bound, count = dice.randint(1, 3), dice.randint(1, 3)
-    drawn = random.Random(seed + 1000)
-    lengths = table({(g, i): drawn.choice([1, 3, 8, 40]) for g in range(200) for i in range(2)})
-
-    engines = [
-        Watched(
-            lengths, name=f"e{i}", max_running=dice.randint(1, 4),
-            slow={"pause": dice.random(), "resume": dice.random(), "load": dice.choice([0.0, 3.0])},
-        )
-        for i in range(count)
-    ]  # fmt: skip
-    run = Rollouts(
-        lengths, n=2, samples=2, over=dice.randint(2, 4), engines=engines, max_in_flight=dice.randint(2, 8),
-        max_staleness=bound, **mode,
-    )  # fmt: skip
-    await asyncio.sleep(5)  # of which nothing says a word
-    batches: list[Batch] = []
-    out: list[Batch] = []
-    for _ in range(8):
-        asked = asyncio.create_task(run.driver.next_batch())
-        if dice.random() < 0.3:
-            await asyncio.sleep(2)
-            dice.choice(engines).broken_until = now() + 6 if count > 1 else 0.0
-        if dice.random() < 0.3:
-            await asyncio.sleep(dice.choice([0, 1, 7]))
-            await run.driver.evaluate([Prompt(prompt_ids(1))], 2, run.driver.sampling, 0)
-        if dice.random() < 0.3:
-            async with run.driver.paused():
-                await asyncio.sleep(2.5)
-        batches.append(await asked)
-        out.append(batches[-1])
-        check(batches[-1].metrics)
-        await asyncio.sleep(dice.choice([0, 4, 30]))
-        while len(out) > dice.randint(0, bound):
-            out.pop(0)
-            await run.driver.update_weights("new", lambda: asyncio.sleep(dice.random()))
-    delivered = await last(run)
-    batches.append(delivered)
-    check(delivered.metrics)
-    total = whole(b.metrics for b in batches)
-    assert total["step_s"] == pytest.approx(now() - 5)
-    assert sum(total[name] for name in SHARES) == pytest.approx(1)
-    assert sum(total[name] for name in TrainerTime) == pytest.approx(total["step_s"])
-    if mode is not CONTINUOUS:  # nothing is in flight at a delivery
-        busy = total["engines_busy"] * total["step_s"] * run.driver._times.places
-        assert busy == pytest.approx(sum(e.request_s for e in engines))
-    await run.close()
 
 
 # ----------------------------------------------------------------

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check, config, engine, scheduler
+from real_schedulers import FAST, LENGTHS, VOCAB, check, config, engine, scheduler
 
 import april
 from april.core.types import FinishReason
@@ -18,11 +15,7 @@ from april.engines.protocol import Request
 from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import RolloutError
 
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    yield
-    assert_nothing_is_left()
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
 
 
 def test_evaluation_touches_nothing_and_repeats_exactly() -> None:
@@ -52,26 +45,6 @@ def test_evaluation_touches_nothing_and_repeats_exactly() -> None:
     assert first.reward_mean == first.rewards.mean()
     means = first.rewards.mean(axis=1)
     assert first.reward_standard_error == pytest.approx(means.std(ddof=1) / np.sqrt(5))
-
-
-def test_evaluation_while_a_step_waits() -> None:
-    """Training requests are parked, the engines are the evaluation's, then the step goes on exactly."""
-    holding = threading.Event()
-    go = threading.Event()
-
-    def judge(prompt: april.Prompt, response: Response) -> float:
-        if not go.is_set():
-            holding.set()
-            go.wait()
-        return float(len(response.tokens))
-
-    with scheduler(reward=judge) as rollouts, ThreadPoolExecutor() as pool:
-        batch = pool.submit(rollouts.next_batch)
-        holding.wait()
-        evaluation = pool.submit(rollouts.evaluate, [[1, 2]])
-        go.set()
-        check(batch.result())
-        evaluation.result()
 
 
 def test_evaluation_has_its_own_sampling() -> None:

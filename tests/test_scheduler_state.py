@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from gate_engine import GateEngine
-from real_schedulers import LENGTHS, VOCAB, assert_nothing_is_left, check, config, scheduler
+from real_schedulers import check, config, scheduler
 from saved_rollouts import by_torch, plain
 
 import april
-from april.engines.simulated.decode_cost import DecodeCost
-from april.engines.simulated.engine import SimulatedEngine, by_sample_key
 from april.errors import CheckpointError, ConfigError, DataExhausted, SchedulerClosed
 
+pytestmark = pytest.mark.usefixtures("nothing_left_behind")
+
 PROMPTS: list[Any] = [{"token_ids": [i, 7], "answer": i, "tags": ["a", None, 0.5, b"x"]} for i in range(1, 41)]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    yield
-    assert_nothing_is_left()
 
 
 def answers(batch: april.Batch) -> list[int]:
@@ -61,78 +54,6 @@ def test_a_run_in_two_processes(through: str, kept: Any) -> None:
         prompts = rollouts.ledger()["prompts"]
         assert prompts.as_dict() == {"observed": 40, "delivered": 40, "held": 0, "dropped": {}}
     assert sorted(trained) == list(range(1, 41))
-
-
-def test_a_state_taken_while_requests_run() -> None:
-    """From another thread than the one that waits for the batch; tokens of running requests are in it."""
-
-    class Slow(SimulatedEngine):
-        """Streams, and takes its time."""
-
-        def __init__(self) -> None:
-            super().__init__(
-                "e0", DecodeCost(1e-3, 0.0, 0.0), by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB,
-                stream_interval_s=2e-3,
-            )  # fmt: skip
-
-    rollouts = scheduler(prompts=PROMPTS, engines=[Slow()])
-    waiter = threading.Thread(target=rollouts.next_batch)
-    waiter.start()
-    while True:
-        state = rollouts.state_dict()
-        if state["core"]["tokens"]["observed"]:
-            break
-    waiter.join()
-    rollouts.close()
-    held = {
-        (group["id"], index): sample["chains"][0]["tokens"]
-        for group in (*state["core"]["waiting"], *state["core"]["ready"])
-        for index, sample in enumerate(group["samples"])
-    }
-    assert sum(len(tokens) for tokens in held.values()) == 4 * state["core"]["tokens"]["observed"]
-    with scheduler(prompts=PROMPTS) as again:
-        assert again.load_state_dict(plain(state)) == (1, 0)
-        for _ in range(3):
-            batch = again.next_batch()
-            check(batch)
-            for s in batch.samples:
-                tokens = held.get(s.id, b"")
-                assert s.tokens.astype("<i4").tobytes()[: len(tokens)] == tokens
-                assert not tokens or tuple(s.segments[0].version) == (0, 0)
-            again.weight_update()
-
-
-def test_epochs_and_set_epoch() -> None:
-    """Each pass is announced; after a restart the pass goes on in its own order."""
-
-    class Data:
-        def __init__(self) -> None:
-            self.epochs: list[int] = []
-
-        def set_epoch(self, epoch: int) -> None:
-            self.epochs.append(epoch)
-
-        def __iter__(self) -> Iterator[Any]:
-            return iter(PROMPTS[::-1] if self.epochs[-1] % 2 else PROMPTS)
-
-    first, second = Data(), Data()
-    trained: list[tuple[int, int]] = []
-    with scheduler(prompts=first, config=config(epochs=3)) as rollouts:
-        for _ in range(20):
-            batch = rollouts.next_batch()
-            trained += [(s.prompt.epoch, s.prompt.data["answer"]) for s in batch.samples[::2]]
-            rollouts.weight_update()
-        state = plain(rollouts.state_dict())
-    assert first.epochs == [0, 1]
-    with scheduler(prompts=second, config=config(epochs=3)) as rollouts:
-        rollouts.load_state_dict(state)
-        with pytest.raises(DataExhausted):  # noqa: PT012
-            while True:
-                batch = rollouts.next_batch()
-                trained += [(s.prompt.epoch, s.prompt.data["answer"]) for s in batch.samples[::2]]
-                rollouts.weight_update()
-    assert second.epochs == [0, 1, 2]
-    assert sorted(trained) == [(e, i) for e in range(3) for i in range(1, 41)]
 
 
 def test_extend() -> None:

@@ -14,7 +14,7 @@ from tiny_tokenizers import END, KINDS, ids_of, tokenizer
 
 from april.core.sampling import GAP, wrong_stop_strings
 from april.driver.detokenizer import Detokenizer, StopMatcher
-from april.errors import ConfigError, RolloutError
+from april.errors import ConfigError
 
 Decode = Callable[[list[int]], str]
 PIECES = [
@@ -185,26 +185,6 @@ def test_a_token_that_ends_inside_a_character() -> None:
         assert matched(decode, [stop], prompt, call, [[chunk]], 1) is None
 
 
-def test_the_first_tokens_complete_nothing() -> None:
-    """Within min_tokens a stop string is text like any other, even when later tokens are looked at with it."""
-    kind = "byte level"
-    decode, prompt, call = decoder(kind), ids_of(kind, "Hello"), ids_of(kind, "x1x2x3")
-    assert len(call) == 6
-    for least, expected in ((0, 1), (1, 3), (2, 3), (3, 5), (4, 5), (5, None)):
-        for cut in range(1, 6):
-            assert matched(decode, ["x"], prompt, call, [[cut], [100]], least) == expected
-    # begins before, is completed after
-    assert matched(decode, ["x1x"], prompt, call, [[1]], 2) == 3
-
-
-def test_the_match_completed_first_wins() -> None:
-    """Not the first in the list, and not the longest."""
-    kind = "byte level"
-    decode, prompt, call = decoder(kind), ids_of(kind, "Hello"), ids_of(kind, "a1b2c3d4")
-    assert len(call) == 8
-    assert matched(decode, ["a1b2c3", "1b2", "d4"], prompt, call, [[100]]) == 4
-
-
 def test_work_does_not_grow_with_the_response() -> None:
     """Tokens decoded per chunk of 16 are bounded, at the start of a response as after 100,000 tokens, and on resume."""
     kind = "byte level"
@@ -290,9 +270,3 @@ def test_what_is_no_tokenizer(tokenizer: Any) -> None:
     """Refused before anything starts, with what is expected."""
     with pytest.raises(ConfigError, match=r"tokenizer must have decode\(ids, skip_special_tokens=False\) -> str"):
         Detokenizer(tokenizer)
-
-
-def test_a_tokenizer_that_fails_is_named() -> None:
-    """Its error is not taken for the engine's."""
-    with pytest.raises(RolloutError, match="the tokenizer failed: IndexError"):
-        Detokenizer(Cleaning()).text([7])

@@ -26,7 +26,6 @@ from april.core.sampling import SamplingParams
 from april.core.types import Prompt
 from april.core.versions import PolicyVersion
 from april.driver import prompt_source
-from april.driver.prompt_reader import as_prompt
 from april.driver.rewards import checked_reward
 from april.engines.fit import warnings_of
 from april.engines.protocol import Chunk, Request
@@ -35,24 +34,6 @@ from april.engines.transformers.engine import TransformersEngine
 from april.engines.transformers.model_support import generation_mode
 from april.errors import ConfigError, DataExhausted, RolloutError
 from april.testing import FakeEngine, rollouts, run_virtual
-
-
-def test_one_line_and_one_traceback_for_one_mistake(caplog: pytest.LogCaptureFixture) -> None:
-    """A reward function that always fails in the same line ends the step at once; the log shows the line."""
-
-    def reward(prompt: april.Prompt, response: april.Response) -> float:
-        return float(prompt.tokens)  # type: ignore[attr-defined]
-
-    sentence = "the reward function failed: AttributeError: 'Prompt' object has no attribute 'tokens'"
-    place = rf"\(line {reward.__code__.co_firstlineno + 1} of test_user_mistakes.py\)"
-    failure = pytest.raises(RolloutError, match=rf"^g\d+\.s\d: {sentence} {place}$")
-    with scheduler(reward=reward, config=config()) as rollouts, caplog.at_level(logging.WARNING, "april"):
-        with failure as raised:
-            rollouts.next_batch()
-        assert isinstance(raised.value.__cause__, AttributeError)
-    assert len(caplog.records) == 1
-    assert "AttributeError: 'Prompt' object has no attribute 'tokens'" in caplog.messages[0]
-    assert caplog.records[0].exc_info
 
 
 def test_a_call_that_cannot_be_is_one_line_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
@@ -67,24 +48,6 @@ def test_a_call_that_cannot_be_is_one_line_with_its_place(caplog: pytest.LogCapt
     assert len(caplog.records) == 1
     assert re.search(r"of new text \(line \d+ of test_user_mistakes.py\)$", caplog.messages[0])
     assert not caplog.records[0].exc_info
-
-
-def test_prompts_as_tensors() -> None:
-    """Tensors and arrays are prompts as lists are; what cannot become an array is refused, not raised through."""
-    assert as_prompt(torch.tensor([3, 4]), 97, 0).token_ids.tolist() == [3, 4]
-    assert as_prompt({"token_ids": torch.tensor([3, 4])}, 97, 0).token_ids.tolist() == [3, 4]
-
-    class Elsewhere:
-        def __array__(self, *_: Any, **__: Any) -> Any:
-            raise TypeError("can't convert cuda:0 device type tensor to numpy")
-
-    with pytest.raises(ConfigError, match="prompt 7: token_ids must be a non-empty flat list of integers, or an array"):
-        as_prompt(Elsewhere(), 97, 7)
-    with scheduler(prompts=[]) as rollouts, pytest.raises(DataExhausted, match="prompts= contains no prompts"):
-        rollouts.next_batch()
-    failure = pytest.raises(RolloutError, match="there are no prompts")
-    with scheduler(prompts=[], config=config(on_data_end="wrap")) as rollouts, failure:
-        rollouts.next_batch()
 
 
 @pytest.mark.parametrize(
@@ -228,6 +191,8 @@ def test_too_few_prompts_for_a_batch(caplog: pytest.LogCaptureFixture) -> None:
     """One prompt where a batch has two: said once, with what repeats it; the end is no failure of april's."""
     with pytest.raises(DataExhausted, match="the prompt source has ended"):
         run(3, prompts=[[1, 2]])
+    with pytest.raises(DataExhausted, match="prompts= contains no prompts"):
+        run(prompts=[])
     (said,) = caplog.messages
     assert said.startswith("batch 0 has only 1 of 2 groups because the prompts have ended; to repeat them set epochs")
 

@@ -46,6 +46,13 @@ def prompt_ids(number: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.array([number % 900 + 1, number // 900 + 1, 7], np.int32)
 
 
+class Angles:
+    """A tokenizer for which token 17 is the text ``<17>``; EOS is special."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return "".join("" if i == EOS and skip_special_tokens else f"<{i}>" for i in ids)
+
+
 class RecordingEngine(recording_engine.RecordingEngine):
     """A simulated engine, recorded. Faults are overrides, or troubles with its calls.
 
