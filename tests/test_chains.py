@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from chain_machine import FIRST, ChainMachine, P, check_rows
-from core_machine import EOS, A, B, settings
+from core_machine import A, B, settings
 
 from april.core import commands as do
 from april.core import events as ev

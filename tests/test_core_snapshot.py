@@ -139,17 +139,6 @@ def test_trained_through_takes_what_is_held_and_refuses_the_rest() -> None:
 # -------------------------------------------------------------------- replay
 
 
-def test_call_without_token_ids_is_the_same_question_where_nothing_stood_between() -> None:
-    """A single-turn function continues exactly, and says so with or without ids."""
-    again = restored(save(running()), auto_call=False)
-    again.core.handle(ev.StepRequested())
-    sample = again.sample(0)
-    assert sample.chains[0].seen_tokens == 0
-    (submit,) = again.core.handle(ev.CallMade(sample.id, again.sampling))
-    assert isinstance(submit, do.Submit)
-    assert sample.chains[0].seen_tokens == 17
-
-
 @pytest.mark.parametrize("seen_by", ["nobody", "group_reward", "has_filter"])
 def test_finished_sibling_is_kept_unless_somebody_must_see_what_it_returned(seen_by: str) -> None:
     """A filter and a group reward get what functions return, so these run again and are answered from the tape."""
