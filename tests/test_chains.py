@@ -97,6 +97,7 @@ def test_what_was_asked_before_a_restart_and_is_not_now_takes_no_room() -> None:
     for i in (20, 21):
         m.say([*P, i])
     again = m.restarted()
+    again.ask()
     for i in (30, 31):
         again.say([*P, i])
     again.returns()
@@ -225,6 +226,7 @@ def test_a_finished_sample_is_so_after_a_restart() -> None:
     m.unheard(3)
     m.returns()
     again = m.restarted()
+    again.ask()
     assert again.sample(0).state is SampleState.FINISHED
     assert again.sample(0).finish is FinishReason.LENGTH
     assert (0, 0) not in again.alive
