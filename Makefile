@@ -32,8 +32,8 @@ planted: $(VENV)/.installed
 random: $(VENV)/.installed
 	APRIL_RANDOM_LIVES=$(LIVES) $(BIN)/python -m pytest -q -n auto tests/test_random_trainers.py tests/test_random_weights.py \
 		tests/test_random_restarts.py tests/test_random_served.py tests/test_random_chains.py \
-		tests/test_random_agent_restarts.py tests/test_core_lives.py tests/test_random_asynchronous.py \
-		tests/test_core_auto.py tests/test_cancellation.py
+		tests/test_random_agent_restarts.py tests/test_core_lives.py tests/test_core_auto.py \
+		tests/test_cancellation.py
 
 # Trainers of two and three ranks under torchrun: DDP, FSDP2, restarts, ranks that die.
 test-ranks: $(VENV)/.installed

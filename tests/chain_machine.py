@@ -9,17 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from core_machine import EOS, PROMPT, CoreMachine
 from msgspec import structs
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core import snapshot
 from april.core.batch import Batch, DeliveredSample
 from april.core.settings import CoreSettings
 from april.core.tape import SegmentKind
@@ -60,7 +57,7 @@ class ChainMachine(CoreMachine):
 
     ends = 0
 
-    def __init__(self, core_settings: CoreSettings, length: Any = None, **options: Any) -> None:
+    def __init__(self, core_settings: CoreSettings, length: Any = None, *others: Any, **options: Any) -> None:
         self.alive: set[Key] = set()
         """Samples whose function runs."""
         self.asked: dict[tuple[Key, int], list[int]] = {}
@@ -68,7 +65,7 @@ class ChainMachine(CoreMachine):
         self.heard: dict[tuple[Key, int], Heard] = {}
         self.made: Counter[Key] = Counter()
         """Calls of the present run of each function."""
-        super().__init__(core_settings, length, **({"auto_call": False} | options))
+        super().__init__(core_settings, length, *others, **({"auto_call": False} | options))
 
     def _execute(self, command: do.Command) -> None:
         match command:
@@ -202,26 +199,6 @@ class ChainMachine(CoreMachine):
 
     def rows(self, of: Key = FIRST, batch: int = -1) -> list[DeliveredSample]:
         return [row for row in self.batches[batch].samples if tuple(row.id) == of]
-
-    def saved(self, trained_through: int | None = None) -> snapshot.State:
-        """The state, as it is read from a file."""
-        state = snapshot.take(self.core, trained_through)
-        read: snapshot.State = msgspec.msgpack.decode(msgspec.msgpack.encode(state))
-        return read
-
-    def restarted(self, trained_through: int | None = None, **changes: Any) -> Self:
-        """Another process that goes on from the present state and has asked for a batch."""
-        again = type(self)(replace(self.core.settings, **changes), engines=self.limits)
-        snapshot.restore(again.core, self.saved(trained_through))
-        again.generated = again.core.tokens.observed
-        again.restored()
-        again.ask()
-        return again
-
-    @property
-    def limits(self) -> Any:
-        """The engines, for a core of the same."""
-        return tuple(state.limits for state in self.core.engines.states.values())
 
 
 def check_rows(batch: Batch, ends: int = 0) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
+import msgspec
 import numpy as np
 
 from april.core import commands as do
 from april.core import events as ev
+from april.core import snapshot
 from april.core.batch import Batch
 from april.core.event_pump import EventPump
 from april.core.rollout_core import RolloutCore
@@ -264,6 +267,26 @@ class CoreMachine:
         if self.core.settings.on_weight_update is OnWeightUpdate.RESUBMIT:
             self.finish_aborts()
         return self.engines_answer(before, unreachable)
+
+    def saved(self, trained_through: int | None = None) -> snapshot.State:
+        """The state as it comes back from a trainer's checkpoint file."""
+        state = snapshot.take(self.core, trained_through)
+        read: snapshot.State = msgspec.msgpack.decode(msgspec.msgpack.encode(state))
+        return read
+
+    def restarted(
+        self, state: Any = None, engines: tuple[EngineLimits, ...] | None = None, **changes: Any
+    ) -> Self:
+        """Another process that goes on from the present state, or from ``state``; ``changes`` are core settings."""
+        limits = tuple(found.limits for found in self.core.engines.states.values())
+        again = type(self)(
+            replace(self.core.settings, **changes), self.length, self.prompts_left, engines or limits,
+            auto_score=self.auto_score, auto_call=self.auto_call,
+        )  # fmt: skip
+        snapshot.restore(again.core, self.saved() if state is None else state)
+        again.generated = again.core.tokens.observed
+        again.restored()
+        return again
 
     def restored(self) -> None:
         """The engines have the weights of the state that was put into the core."""

@@ -205,6 +205,8 @@ def test_weights_that_cannot_be() -> None:
         april.loss_weights(MASK, "mean")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=re.escape("has the shape [6]; give [B, T]")):
         april.loss_weights(MASK[0])
+    with pytest.raises(ValueError, match="give one number per row"):
+        april.loss_weights(MASK, samples=[0])
 
 
 def test_samples_may_have_any_numbers() -> None:

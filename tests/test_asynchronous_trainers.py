@@ -13,7 +13,7 @@ from virtual_rollouts import on_virtual_time
 
 from april import Config
 from april.core.batch import Batch
-from april.errors import CheckpointError, ConfigError
+from april.errors import CheckpointError, ConfigError, RolloutError
 from april.testing import FakeEngine, rollouts, run_virtual
 
 N, SAMPLES, TRAINING_S = 4, 2, 600.0
@@ -105,6 +105,8 @@ async def test_who_never_trains_is_told(caplog: pytest.LogCaptureFixture) -> Non
         assert not fetching.done()
         assert len(caplog.messages) == 1
         assert "2 batches are delivered but not trained" in caplog.messages[0]
+        with pytest.raises(RolloutError, match="another call waits for the same batch"):
+            await run.next_batch()
         await run.weight_update()
         batch = await fetching
         assert (batch.version.n, batch.trained_at.n, batch.metrics["batches_out"]) == (1, 2, 1.0)

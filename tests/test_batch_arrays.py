@@ -344,29 +344,6 @@ def test_the_losses_of_all_shares_are_the_loss_of_the_batch(batch: Batch, ranks:
         assert sum(loss(m, share=m.share)[method] for m in micro) == pytest.approx(value, rel=1e-4, abs=1e-6)
 
 
-def test_seven_samples_of_two_groups_over_three_ranks() -> None:
-    """3 + 2 + 2 rows, or about equal tokens; a group that straddles ranks has the advantages of the whole group."""
-    cohorts = [tuple((i, float(i % 3) + g / 8) for i in range(n)) for g, n in enumerate((4, 3))]
-    lengths = [9, 1, 1, 1, 2, 7, 6]
-    samples = [sample_of(g, i, [0, 0], cohorts[g]) for g, n in enumerate((4, 3)) for i in range(n)]
-    samples = [sample_of(*s.id, [0, 0, lengths[row]], s.cohort) for row, s in enumerate(samples)]
-    batch = Batch(
-        id=0, version=PolicyVersion(0, 2), samples=tuple(samples), group_sizes=(4, 3), metrics={"off_policy_share": 0.0}
-    )  # fmt: skip
-
-    def rows(shares: list[Batch]) -> list[list[int]]:
-        return [[samples.index(s) for s in share.samples] for share in shares]
-
-    assert rows(batch.split(3)) == [[0, 1, 2], [3, 4], [5, 6]]
-    assert [share.group_sizes for share in batch.split(3)] == [(3,), (1, 1), (2,)]
-    assert rows(batch.split(3, "tokens")) == [[0, 2], [1, 3, 5], [4, 6]]
-    assert [share.group_sizes for share in batch.split(3, "tokens")] == [(2,), (2, 1), (2,)]
-    joined = [value for share in batch.split(3) for value in share.advantages("rloo").tolist()]
-    assert joined == batch.advantages("rloo").tolist()
-    assert joined[:2] == [-1.0, pytest.approx(1 / 3)]
-    assert batch.split(3)[1].share == BatchShare(rank=1, ranks=3, samples=7, loss_tokens=27)
-
-
 def test_an_empty_share_works() -> None:
     """Fewer samples than ranks: arrays with no rows, of the same names and types; a whole batch is its own share."""
     batch = Batch(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from chain_machine import FIRST, ChainMachine, P, check_rows
-from core_machine import EOS, A, B, settings
+from core_machine import A, B, settings
 
 from april.core import commands as do
 from april.core import events as ev
@@ -37,22 +37,6 @@ def delivered(m: ChainMachine) -> Batch:
 # ---------------------------------------------------------------- which conversation a call continues
 
 
-def test_of_several_that_are_free_the_longest_is_continued() -> None:
-    """A short conversation that is extended, too, stays as it is."""
-    m = began()
-    one = m.say(P)
-    busy, twin = m.call([*one, 7]), m.call([*one, 7])
-    m.unheard(busy)
-    longer = m.complete(twin).conversation
-    assert m.conversations() == [one, longer]
-    number = m.call([*longer, 9])
-    assert m.of_call(number).call.chain is m.chains()[1]
-    m.complete(number)
-    m.finish_aborts()
-    m.returns()
-    assert [len(row.tokens) for row in delivered(m).samples] == [3, 7]
-
-
 def test_equal_calls_side_by_side_open_two() -> None:
     """Neither is the answer of the other; each is heard where it was asked, whatever comes first."""
     m = began()
@@ -68,17 +52,6 @@ def test_equal_calls_side_by_side_open_two() -> None:
     m.complete(d)
     m.returns()
     assert [row.chain for row in delivered(m).samples] == [0, 1]
-
-
-def test_what_is_busy_is_not_continued() -> None:
-    """The same continuation, asked for again while the first is answered, begins its own conversation."""
-    m = began()
-    one = m.say(P)
-    m.complete(m.call([*one, 7]), 2)
-    m.call([*one, 8])
-    again = m.call([*one, 8])
-    assert m.of_call(again).call.chain.number == 2
-    assert m.of_call(again).call.chain.prompt.tolist() == [*one, 8]
 
 
 def test_the_first_conversation_may_be_another_than_the_prompt() -> None:
@@ -118,44 +91,13 @@ def test_a_sample_has_max_chains_conversations(most: int) -> None:
     assert m.dropped == {"failed": 6 * most}
 
 
-def test_a_client_that_outlives_the_process_goes_on_from_its_tokens() -> None:
-    """It asks for what it has not heard, and for nothing that it has: the answers before stand in what it asks."""
-    m = began()
-    one = m.say(P)
-    two = m.say([*one, 7])
-    m.grow(m.call([*two, 8]), 4)
-    again = m.restarted()
-    number = again.call([*two, 8])
-    assert len(again.of_call(number).request.token_ids) == len(two) + 1 + 4
-    again.complete(number)
-    again.returns()
-    (row,) = delivered(again).samples
-    assert row.tokens.tolist()[: len(two) - 2] == two[2:]
-    assert again.dropped == {}
-
-
-@pytest.mark.parametrize("heard", [True, False])
-def test_a_client_that_outlives_the_process_between_two_calls(heard: bool) -> None:
-    """It has heard the last answer, and goes on; or it has not, and asks for it once more."""
-    m = began()
-    one = m.say(P)
-    two = m.say([*one, 7])
-    again = m.restarted()
-    if not heard:
-        assert again.heard[FIRST, again.call([*one, 7])].conversation == two
-    three = again.say([*two, 8, 9])
-    assert again.conversations() == [three]
-    again.returns()
-    assert len(delivered(again)) == 1
-    assert again.dropped == {}
-
-
 def test_what_was_asked_before_a_restart_and_is_not_now_takes_no_room() -> None:
     """A function that asks otherwise after a restart has its max_chains conversations anew."""
     m = began(max_chains=2)
     for i in (20, 21):
         m.say([*P, i])
     again = m.restarted()
+    again.ask()
     for i in (30, 31):
         again.say([*P, i])
     again.returns()
@@ -257,77 +199,6 @@ def test_a_conversation_goes_where_its_prefix_is_cached() -> None:
 # ---------------------------------------------------------------- functions that are lost
 
 
-def test_a_lost_function_begins_again_when_all_its_calls_have_ended() -> None:
-    """None of its attempts is at an engine then; what waits in the queue is never sent for the dead."""
-    m = began(max_in_flight=2)
-    numbers = [m.call([*P, i]) for i in (20, 21, 22)]
-    for number in numbers[:2]:
-        m.grow(number, number)
-    m.lose(0)
-    assert m.abort_asked == set(m.in_flight)
-    assert len(m.in_flight) == 2
-    first, second = sorted(m.in_flight)
-    m.end(first, 0)
-    assert m.sample(0).state is SampleState.RUNNING
-    m.end(second, 1)
-    assert m.alive == {FIRST}
-    assert m.core.context.counters["lost_functions"] == 1
-    other = m.call([*P, 22])
-    m.complete(other, 2)
-    for i in (21, 20):
-        m.complete(m.call([*P, i]), 1)
-    m.returns()
-    assert sorted(len(row.tokens) for row in delivered(m).samples) == [2, 2, 4]
-    assert m.dropped == {}
-
-
-def test_who_asks_for_less_after_a_loss_keeps_what_is_asked_for() -> None:
-    """By content, in any order; the rest is dropped as replay_diverged, whole conversations and their tails alike."""
-    m = began()
-    one = m.say(P, 3)
-    two = m.say([*one, 7], 4)
-    m.say([*P, 20], 5)
-    m.say([*P, 21], 6)
-    m.say([*two, 8], 2)
-    m.lose(0)
-    assert m.say([*P, 21]) == m.conversations()[2]
-    assert m.say(P) == one
-    assert m.say([*one, 7]) == two
-    m.returns()
-    assert m.dropped == {"replay_diverged": 2 + 5}
-    assert m.core.context.counters["replays_diverged"] == 2
-    assert [len(row.tokens) for row in delivered(m).samples] == [8, 6]
-
-
-def test_a_twin_that_is_not_asked_again_is_not_continued() -> None:
-    """Of two equal answers, what goes on is the one that this run has heard; the other is dropped by its name."""
-    m = began()
-    for number in (m.call(P), m.call(P)):
-        m.stops(m.of_call(number), EOS)
-    m.lose(0)
-    one = m.heard[FIRST, m.call(P)].conversation
-    m.complete(m.call([*one, 7]), 2)
-    m.returns()
-    assert m.dropped == {"replay_diverged": 1}
-    (row,) = delivered(m).samples
-    assert row.loss_mask.tolist() == [1, 0, 1, 1]
-
-
-def test_a_tool_that_drifts_opens_another_conversation() -> None:
-    """The answers before the drift are kept and claimed; what followed the other tool result is dropped."""
-    m = began()
-    one = m.say(P)
-    m.say([*one, 7], 5)
-    m.lose(0)
-    one = m.say(P)
-    m.say([*one, 8], 2)
-    m.returns()
-    first, second = delivered(m).samples
-    assert [*first.prompt.token_ids, *first.tokens] == one
-    assert second.prompt.token_ids.tolist() == [*one, 8]
-    assert m.dropped == {"replay_diverged": 5}
-
-
 def test_a_function_that_asks_for_one_conversation_now_begins_again() -> None:
     """Calls without content cannot be matched with several conversations."""
     m = began()
@@ -346,30 +217,6 @@ def test_a_function_that_asks_for_one_conversation_now_begins_again() -> None:
 # ---------------------------------------------------------------- states
 
 
-def test_a_state_in_the_middle_of_everything_goes_on() -> None:
-    """Answered, half answered and queued calls are answered from the tape, continued, and sent."""
-    m = began(max_in_flight=2)
-    one = m.say(P, 3)
-    m.say([*P, 20], 4)
-    a, _b, _c = m.call([*one, 7]), m.call([*P, 21]), m.call([*P, 22])
-    m.grow(a, 5)
-    again = m.restarted()
-    assert again.core.tokens.observed == 12
-    assert again.say([*P, 20]) == m.conversations()[1]
-    c, b = again.call([*P, 22]), again.call([*P, 21])
-    assert again.say(P) == one
-    for number in (c, b):
-        again.complete(number, 2)
-    number = again.call([*one, 7])
-    assert again.of_call(number).request.response_offset == 5
-    again.complete(number, 1)
-    again.returns()
-    assert again.dropped == {}
-    batch = delivered(again)
-    assert sorted(len(row.tokens) for row in batch.samples) == [2, 2, 4, 10]
-    assert {row.versions[:, 0].max() for row in batch.samples} == {0, 1}
-
-
 def test_a_finished_sample_is_so_after_a_restart() -> None:
     """Its rows are kept without its function, also where its last answer was heard by nobody."""
     m = began(n=2)
@@ -379,6 +226,7 @@ def test_a_finished_sample_is_so_after_a_restart() -> None:
     m.unheard(3)
     m.returns()
     again = m.restarted()
+    again.ask()
     assert again.sample(0).state is SampleState.FINISHED
     assert again.sample(0).finish is FinishReason.LENGTH
     assert (0, 0) not in again.alive
@@ -388,49 +236,6 @@ def test_a_finished_sample_is_so_after_a_restart() -> None:
 
 
 # ---------------------------------------------------------------- answers that nobody hears
-
-
-def test_an_open_call_that_nobody_hears_ends() -> None:
-    """Its request is asked to end, and what it brings is dropped as unheard; its conversation goes on from before."""
-    m = began()
-    one = m.say(P, 3)
-    number = m.call([*one, 7])
-    attempt = m.of_call(number)
-    m.grow(number, 4)
-    m.unheard(number)
-    assert m.abort_asked == {attempt.id}
-    assert m.conversations() == [one]
-    m.end(attempt.id, 2)
-    assert m.dropped == {"unheard": 6}
-    m.say([*one, 7], 2)
-    m.returns()
-    (row,) = delivered(m).samples
-    assert len(row.tokens) == 6
-
-
-def test_a_queued_call_that_nobody_hears_is_never_sent() -> None:
-    """It leaves the queue; its conversation had nothing, and is gone."""
-    m = began(max_in_flight=1)
-    a, b = m.call(P), m.call([*P, 20])
-    m.unheard(b)
-    assert len(m.chains()) == 1
-    m.complete(a)
-    assert m.in_flight == {}
-    m.returns()
-    assert len(delivered(m)) == 1
-
-
-def test_a_complete_call_that_nobody_heard_is_dropped_with_its_question() -> None:
-    """Tokens of the environment go with it; conversations of nothing else go whole."""
-    m = began()
-    one = m.say(P, 3)
-    m.say([*one, 7, 8], 4)
-    m.say([*P, 20], 5)
-    m.unheard(2, 3)
-    assert m.conversations() == [one]
-    assert m.dropped == {"unheard": 9}
-    m.returns()
-    assert [row.tokens.tolist() for row in delivered(m).samples] == [one[2:]]
 
 
 def test_without_an_answer_that_was_heard_a_function_fails() -> None:
@@ -444,21 +249,6 @@ def test_without_an_answer_that_was_heard_a_function_fails() -> None:
     assert "returned without awaiting a call" in drop.why
     assert m.dropped == {"unheard": 3}
     m.check_ledger()
-
-
-def test_an_answer_of_before_a_restart_that_nobody_hears_now_goes_with_what_followed() -> None:
-    """What the dead function had asked after it is never asked again: dropped as replay_diverged, once."""
-    m = began()
-    one = m.say(P, 3)
-    m.say([*one, 7], 4)
-    m.say([*P, 20], 2)
-    m.lose(0)
-    m.say(P)
-    m.unheard(1)
-    assert m.dropped == {"unheard": 3, "replay_diverged": 4}
-    m.say([*P, 20])
-    m.returns()
-    assert [len(row.tokens) for row in delivered(m).samples] == [2]
 
 
 def test_what_comes_too_late_changes_nothing() -> None:
@@ -572,17 +362,6 @@ def test_loss_weights_of_samples(method: Any, kind: str) -> None:
         assert sum(parts) == pytest.approx(direct.sum(), rel=1e-5)
 
 
-def test_without_numbers_every_row_is_a_response() -> None:
-    """The default of loss_weights is what it was."""
-    mask = np.array([[1, 1, 0], [1, 1, 1]], np.uint8)
-    expected = np.array([[1 / 4, 1 / 4, 0], [1 / 6, 1 / 6, 1 / 6]], np.float32)
-    np.testing.assert_allclose(loss_weights(mask), expected, rtol=1e-6)
-    np.testing.assert_allclose(loss_weights(mask, samples=[0, 1]), expected, rtol=1e-6)
-    assert loss_weights(mask[:0], samples=[]).shape == (0, 3)
-    with pytest.raises(ValueError, match="give one number per row"):
-        loss_weights(mask, samples=[0])
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("by", ["samples", "tokens"])
 def test_a_split_keeps_the_rows_of_a_sample_together(ranks: int, by: Any) -> None:
@@ -657,12 +436,3 @@ def test_finish_waits_for_a_sample_with_an_old_row() -> None:
     assert len(m.batches) == 1
     m.returns()
     assert [row.staleness for row in m.rows()] == [1, 0]
-
-
-def test_a_tail_that_is_dropped_makes_a_sample_younger() -> None:
-    """Age is that of what is left."""
-    m = with_an_old_row()
-    m.unheard(1)
-    assert m.core.buffer.age(m.sample(0)) == 0
-    m.returns()
-    assert [row.staleness for row in m.rows()] == [0]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from core_machine import EOS, CoreMachine, settings
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core import snapshot
 from april.core.attachments import Attachment, Placed, before, collapsed
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
@@ -53,11 +51,6 @@ def shown(n: int = 2, samples: int = 2, **options: Any) -> Shown:
     m = Shown(settings(n=n, samples=samples, **changes), 20, engines=(TAKES,), **options)
     m.ask()
     return m
-
-
-def state_of(m: CoreMachine) -> Any:
-    """A state as it comes back from a file."""
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot.take(m.core, None)))
 
 
 def test_every_attempt_has_the_image_of_its_own_group_and_one_copy_of_it() -> None:
@@ -140,7 +133,7 @@ def test_a_state_has_the_bytes_of_an_image_that_is_held_as_a_file_too() -> None:
     m.finish(0, 1)
     m.next_step()
     assert {g.prompt.attached[0].attachment.data for g in m.core.buffer} == {b"a cat", None}
-    assert [a["data"] for a in state_of(m)["attachments"]] == [b"a cat"]
+    assert [a["data"] for a in m.saved()["attachments"]] == [b"a cat"]
 
 
 def test_a_state_has_each_image_once_and_gives_it_back() -> None:
@@ -149,12 +142,11 @@ def test_a_state_has_each_image_once_and_gives_it_back() -> None:
     m.images = (CAT, FILE)
     for attempt in list(m.in_flight.values()):
         m.end(attempt.id, 5)
-    state = state_of(m)
+    state = m.saved()
     assert {a["digest"]: (a["data"], a["path"]) for a in state["attachments"]} == {
         CAT.digest: (b"a cat", ""), DOG.digest: (b"a dog", ""),
     }  # fmt: skip
-    again = Shown(m.core.settings, 20, engines=(TAKES,))
-    snapshot.restore(again.core, state)
+    again = m.restarted(state)
     groups = again.core.buffer.groups
     assert [groups[i].prompt.attached for i in (0, 1)] == [with_image(CAT).attached, with_image(DOG).attached]
     for group in groups.values():
@@ -168,12 +160,11 @@ def test_a_reference_stays_a_reference() -> None:
     m = Shown(settings(n=1, samples=1, attachments=("image",)), 20, engines=(TAKES,))
     m.images = (FILE,)
     m.ask()
-    state = state_of(m)
+    state = m.saved()
     assert state["attachments"] == [
         {"kind": "image", "digest": "f" * 64, "size": 9, "data": None, "path": "cats/1.png"}
     ]
-    again = Shown(m.core.settings, 20, engines=(TAKES,))
-    snapshot.restore(again.core, state)
+    again = m.restarted(state)
     (placed,) = again.core.buffer.groups[0].prompt.attached
     assert placed.attachment.path == "cats/1.png"
     assert placed.attachment.data is None
@@ -187,14 +178,12 @@ def test_a_later_conversation_keeps_its_own_images_over_a_restart() -> None:
         tokens = with_image().token_ids if start == 5 else ids
         attached = (Placed(placed, 1, 3, (PAD,)),)
         m.post(ev.CallMade(m.to_call[0], SamplingParams(max_tokens=5), tokens, number, True, attached))
-    again = Shown(m.core.settings, 20, engines=(TAKES,))
-    snapshot.restore(again.core, state_of(m))
+    again = m.restarted()
     chains = again.sample(0).chains
     assert [c.attached[0].attachment for c in chains] == [CAT, CAT, DOG]
 
 
 def test_a_state_with_images_needs_a_run_that_takes_them() -> None:
     """Without a processor, the state is refused before anything of it is used."""
-    state = state_of(shown())
     with pytest.raises(CheckpointError, match="has no processor="):
-        snapshot.restore(Shown(settings(n=2, samples=2), 20, engines=(TAKES,)).core, state)
+        shown().restarted(attachments=())

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
-from core_machine import EOS, CoreMachine, asked, settings
+from core_machine import EOS, CoreMachine, asked
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.batch import pad
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.tape import AttemptTape, Segment, SegmentKind, TokenTape, versions_of
@@ -81,29 +78,6 @@ def test_check_finds_what_does_not_fit(damage: dict[str, object], words: str) ->
 
 
 # ---------------------------------------------------------------- batches
-
-
-def test_arrays_of_a_batch() -> None:
-    """Ragged and padded, row g * n + i; the padding is marked in every array."""
-    m = CoreMachine(settings(n=2, samples=2), lambda g, i: 2 + 3 * g + i)
-    batch = m.step(random.Random(0))
-    assert batch is not None
-    assert len(batch) == 4
-    order = np.argsort(batch.group_ids, kind="stable")
-    assert batch.group_ids[order].tolist() == [0, 0, 1, 1]
-    assert batch.lengths[order].tolist() == [2, 3, 5, 6]
-    assert batch.rewards[order].tolist() == pytest.approx([0.0, 0.125, 1.0, 1.125])
-    assert "groups=2 samples=4 tokens=16" in repr(batch)
-
-    arrays = {name: array[order] for name, array in batch.padded(pad_id=9).items()}
-    assert arrays["prompt_ids"].tolist() == [[5, 6]] * 4
-    assert arrays["prompt_mask"].tolist() == [[1, 1]] * 4
-    assert arrays["response_ids"].tolist()[0] == [10, EOS, 9, 9, 9, 9]
-    assert arrays["response_mask"].sum(1).tolist() == arrays["loss_mask"].sum(1).tolist() == [2, 3, 5, 6]
-    assert arrays["logprobs"][1].tolist() == [-0.5] * 3 + [0.0] * 3
-    assert arrays["version_n"][2].tolist() == [0] * 5 + [-1]
-    assert arrays["response_ids"].dtype == arrays["version_n"].dtype == np.int32
-    assert pad([], 0, np.int32).shape == (0, 0)
 
 
 # ---------------------------------------------------------------- conversations

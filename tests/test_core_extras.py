@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-from core_machine import EOS, PROMPT, CoreMachine, asked, settings
+from core_machine import EOS, PROMPT, CoreMachine, asked
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core import snapshot
 from april.core.attachments import wrong_rows
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
@@ -104,12 +102,8 @@ def test_a_state_has_the_rows_and_not_the_tokens_that_have_none_yet() -> None:
     m = giving()
     m.end(m.only.id, 7)
     m.tokens(m.only.id, 4)
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot.take(m.core, None)))
-    again = Giving(settings(n=1, samples=1, extras=("experts",)), 20, engines=(GIVES,))
-    snapshot.restore(again.core, state)
-    again.generated = again.core.tokens.observed
+    again = m.restarted()
     assert again.dropped == {"no_extras": 4}
-    again.restored()
     again.ask()
     assert again.only.request.extras_from == P + 7 - 1
     again.finish(0)
@@ -132,11 +126,10 @@ def test_wrong_rows_of_a_state_are_refused(change: Any, why: str) -> None:
     """Rows of another number or type, or none, never meet the tokens of a state."""
     m = giving()
     m.end(m.only.id, 7)
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot.take(m.core, None)))
+    state = m.saved()
     change(state["waiting"][0]["samples"][0]["chains"][0]["extras"])
-    again = Giving(settings(n=1, samples=1, extras=("experts",)), 20, engines=(GIVES,))
     with pytest.raises(CheckpointError, match=why):
-        snapshot.restore(again.core, state)
+        m.restarted(state)
 
 
 def test_rows_after_a_restart_have_the_layout_of_those_before() -> None:
@@ -144,18 +137,15 @@ def test_rows_after_a_restart_have_the_layout_of_those_before() -> None:
     m = giving(n=1, samples=2)
     for attempt_id in list(m.in_flight):
         m.end(attempt_id, 7)
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot.take(m.core, None)))
-    again = Giving(settings(n=1, samples=2, extras=("experts",)), 20, engines=(GIVES,))
-    snapshot.restore(again.core, state)
-    layout = again.core.engines.row_layout
+    state = m.saved()
+    layout = m.restarted(state).core.engines.row_layout
     assert {name: (rows.shape, rows.dtype) for name, rows in layout.items()} == {"experts": ((0, 2), np.int32)}
     floats = {"experts": np.zeros((5, 2), np.float32)}
     assert wrong_rows(floats, ("experts",), 5, layout) == "rows of experts of type float32, after rows of type int32"
     assert wrong_rows({"experts": np.zeros((5, 2), np.int64)}, ("experts",), 5, layout) is None
     state["waiting"][0]["samples"][1]["chains"][0]["extras"]["experts"][0] = "<f4"
-    other = Giving(settings(n=1, samples=2, extras=("experts",)), 20, engines=(GIVES,))
     with pytest.raises(CheckpointError, match=r"damaged.*of type float32, after rows of type int32"):
-        snapshot.restore(other.core, state)
+        m.restarted(state)
 
 
 def test_rows_leave_with_their_tokens() -> None:

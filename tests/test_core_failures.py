@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from core_machine import EOS, OLD_TIMER, A, B, CoreMachine, asked, timers
+from core_machine import EOS, A, B, CoreMachine, asked, timers
 
 from april.core import commands as do
 from april.core import events as ev
@@ -35,23 +35,6 @@ def test_engine_that_breaks_after_every_few_tokens_costs_no_group() -> None:
     m.finish(0)
     assert len(m.batches[0].samples[0].tokens) == 20
     assert m.prompts_dropped == {}
-
-
-def test_late_and_repeated_events_change_nothing() -> None:
-    """Fencing by attempt id: an attempt is accounted for once; rewards of what is gone are counted and ignored."""
-    m = asked({0: 3, 1: 50}, over=2)
-    first = m.attempt(1)
-    m.fail(first)
-    before = repr(m.core)
-    assert m.post(ev.AttemptEnded(first.id, EngineFinish.STOP)) == []
-    assert m.post(ev.AttemptFailed(attempt_id=first.id, error="again")) == []
-    assert m.post(ev.AttemptEnded("unknown", EngineFinish.STOP)) == []
-    assert (repr(m.core), m.core.counters["late_events"]) == (before, 3)
-    m.finish(0)
-    m.post(ev.Scored(0, [(0, 9.0)]))
-    m.post(ev.SampleFailed(SampleId(0, 0), "late"))
-    assert m.core.counters["late_events"] == 5
-    assert m.batches[0].samples[0].reward == 0.0
 
 
 @pytest.mark.parametrize("end", [{"finish": EngineFinish.ABORT}, {"error": "reset"}], ids=["ended", "failed"])
@@ -84,22 +67,6 @@ def test_prompt_without_room_is_refused_by_policy(policy: OnLongPrompt, prompts:
 
 
 # ---------------------------------------------------------------- functions and rewards
-
-
-@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_reward_that_is_no_finite_number_is_retried_then_given_up(reward: float) -> None:
-    """NaN never reaches a batch: the reward is asked for again, then the group is dropped and replaced."""
-    m = asked(3, max_attempt_failures=3, auto_score=False)
-    m.finish(0)
-    for _ in range(3):
-        m.post(ev.Scored(0, [(0, reward)]))
-    assert sum(isinstance(c, do.ScoreSample) for c in m.commands) == 3
-    assert m.prompts_dropped == {"failed": 1}
-    assert "the reward is" in m.core.story(SampleId(0, 0))
-    m.finish(1)
-    m.score((1, 0))
-    m.post(OLD_TIMER)
-    assert m.delivered() == [1]
 
 
 def test_groups_failing_in_a_row_end_the_step_with_a_reason_and_keep_the_rest() -> None:
@@ -168,20 +135,13 @@ def test_a_pause_that_is_overtaken() -> None:
     assert not any(isinstance(c, do.ScoreGroup) for c in commands)  # the other one is to return first
 
 
-def left_behind(**changes: Any) -> tuple[CoreMachine, Any]:
-    """A function failed while its request had 7 tokens; the request was asked to end."""
-    m = asked(max_in_flight=4, **changes)
-    first = m.only
-    m.tokens(first.id, 7)
-    commands = m.post(ev.SampleFailed(SampleId(0, 0), "cancelled"))
-    assert [type(c) for c in commands[:3]] == [do.Abort, do.StartTimer, do.CancelSample]
-    assert m.abort_asked == {first.id}
-    return m, first
-
-
 def test_function_that_fails_in_flight_leaves_its_attempt_behind() -> None:
     """The sample begins again at once; its old attempt's tokens are dropped by name when it ends, never mixed in."""
-    m, first = left_behind()
+    m = asked(max_in_flight=4)
+    first = m.only
+    m.tokens(first.id, 7)
+    m.post(ev.SampleFailed(SampleId(0, 0), "cancelled"))
+    assert m.abort_asked == {first.id}
     second = next(a for a in m.in_flight.values() if a.id != first.id)
     assert second.request.token_ids.tolist() == [5, 6]
     assert second.request.sampling.seed != first.request.sampling.seed
@@ -190,16 +150,6 @@ def test_function_that_fails_in_flight_leaves_its_attempt_behind() -> None:
     m.end(second.id)
     assert m.batches[0].samples[0].tokens.tolist() == [*range(10, 29), EOS]
     m.check_ledger()
-
-
-def test_attempt_left_behind_may_be_fenced() -> None:
-    """An engine that is deaf to the abort: past the deadline its tokens are dropped by name as well."""
-    m, first = left_behind(abort_deadline_s=1.0, engines=(A, B))
-    m.fire(timers(m.commands, TimerKind.ABORTS)[-1])
-    assert m.dropped == {"failed": 7}
-    assert first.id not in m.core.attempts
-    state = m.core.engines.states[first.engine]
-    assert (state.quarantined, state.failures) == (True, 1)  # a fence is no request that ended in order
 
 
 # ---------------------------------------------------------------- engines that do not end what they should

@@ -29,18 +29,6 @@ class Judged(CoreMachine):
         return self.post(ev.GroupJudged(group=group.group.id, judgement=group.judgement, keep=keep, error=error))
 
 
-def test_group_counts_once_the_filter_has_accepted_it() -> None:
-    """All samples finished and rewarded is not enough; a verdict on a group that was delivered is void."""
-    m = Judged()
-    m.finish(0)
-    assert not m.batches
-    assert m.core.monitor.ready == 0
-    m.judge(m.question)
-    assert m.delivered() == [0, 0]
-    assert m.judge(m.question, keep=False) == []
-    assert m.core.counters["late_events"] == 1
-
-
 def test_failing_filter_is_asked_again_and_then_given_up() -> None:
     """An error is no verdict, and what an older question brings changes nothing; then the group fails."""
     m = Judged(max_attempt_failures=2)
@@ -92,15 +80,6 @@ def test_filter_that_rejects_everything_ends_the_step_with_a_reason(refill: Refi
     assert len(m.errors) == 1
 
 
-def test_one_accepted_group_ends_the_row() -> None:
-    """Only rejections in a row count."""
-    m = Judged(n=2, samples=1, max_filtered_groups=3)
-    for group, keep in enumerate([False, False, True, False, False, True]):
-        m.judge(group, keep=keep)
-    assert not m.errors
-    assert m.delivered() == [2, 5]
-
-
 def test_rejected_groups_are_replaced_together() -> None:
     """refill: none: fewer than N are left, and N' is filled up again instead of one group after the other."""
     m = Judged(n=2, samples=1, over=6)
@@ -145,11 +124,3 @@ def test_failed_rewards_of_a_group_that_is_scored_anew_are_asked_for_again(how: 
     m.post(ev.Scored(0, [(0, 5.0), (1, 6.0)]))
     m.finish_aborts()
     assert [s.reward for s in m.batches[-1].samples] == [5.0, 6.0]
-
-
-def test_rewards_that_come_twice_change_nothing() -> None:
-    """A group that is complete keeps the rewards that completed it, and that its filter has seen."""
-    m = two_groups()
-    m.post(ev.Scored(0, [(0, 7.0), (1, float("nan"))]))
-    assert [m.sample(0, i).reward for i in range(2)] == [0.0, 0.125]
-    assert m.core.counters["late_events"] == 2

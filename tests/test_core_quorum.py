@@ -40,36 +40,6 @@ def test_the_quorum_of_n(share: float, n: int, k: int) -> None:
     assert quorum_of(share, n) == k
 
 
-def test_a_batch_is_n_times_n_samples_of_groups_with_a_quorum() -> None:
-    """Finished samples wait for their quorum, not for their last sibling; stragglers follow when they are finished."""
-    m = machine(over=3)
-    m.finish((0, 0), (0, 1), (1, 0), (0, 2))
-    assert m.core.monitor.ready == 3
-    m.finish((1, 1), (1, 2))
-    m.next_step()
-    assert of(m.batches[0]) == [(0, 0), (0, 1), (0, 2), (1, 0)]
-    assert m.batches[0].group_sizes == (3, 1)
-    assert m.core.prompts.delivered == 0, "a prompt is settled with its last sample"
-    m.finish((0, 3), (1, 3))
-    m.finish_aborts()
-    assert of(m.batches[1]) == [(1, 1), (1, 2), (1, 3), (0, 3)]
-    assert m.core.prompts.delivered == 2
-    m.check_ledger()
-
-
-def test_every_member_has_the_baseline_of_the_first_others() -> None:
-    """The first k by time of finishing, without itself; a straggler's are the first k - 1, whenever it comes."""
-    m = machine(0.6, over=2, samples=5)
-    m.finish((0, 4), (0, 2), (0, 0), (0, 1), (1, 0), (1, 1), (1, 2))
-    m.next_step()
-    m.finish((0, 3), (1, 3), (1, 4))
-    m.finish_aborts()
-    baselines = {tuple(s.id): [round(float(r), 3) for r in s.baseline_rewards] for b in m.batches for s in b.samples}
-    assert {key: value for key, value in baselines.items() if key[0] == 0} == {
-        (0, 4): [0.25, 0.0], (0, 2): [0.5, 0.0], (0, 0): [0.5, 0.25], (0, 1): [0.5, 0.25], (0, 3): [0.5, 0.25],
-    }  # fmt: skip
-
-
 def test_a_finished_sample_that_is_owed_makes_its_group_go_first() -> None:
     """A sample at its bound cannot go before its quorum: its siblings go before all others, and the step waits."""
     m = machine(over=2, max_staleness=1)

@@ -15,7 +15,7 @@ from april.core import events as ev
 from april.core import snapshot
 from april.core.ledger import DropReason
 from april.core.sampling import SamplingParams
-from april.core.settings import CoreSettings, EngineLimits
+from april.core.settings import EngineLimits
 from april.core.types import OnStale, SampleState
 from april.core.versions import PolicyVersion
 from april.errors import CheckpointError
@@ -26,21 +26,6 @@ State = dict[str, Any]
 ONE = settings(n=1, samples=1, over=2)
 LONG = {0: 60}
 """Group 0 is long, all others have 4 tokens."""
-
-
-def save(m: CoreMachine, trained_through: int | None = None) -> State:
-    """A state as it comes back from a trainer's checkpoint file."""
-    state: State = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot.take(m.core, trained_through)))
-    return state
-
-
-def restored(state: State, core_settings: CoreSettings = ONE, length: Any = LONG, **how: Any) -> CoreMachine:
-    """Another process that goes on from ``state``; its engines have the weights."""
-    m = CoreMachine(core_settings, length, **how)
-    snapshot.restore(m.core, state)
-    m.generated = m.core.tokens.observed
-    m.restored()
-    return m
 
 
 def running(tokens: int = 17, length: Any = LONG, **changes: Any) -> CoreMachine:
@@ -57,7 +42,7 @@ def test_a_state_keeps_whole_responses_with_a_grammar_and_no_parts() -> None:
     m.ask()
     m.finish(1)  # its batch is delivered, and not trained yet
     m.tokens(m.attempt(0).id, 17)
-    again = restored(save(m))
+    again = m.restarted()
     assert dict(again.core.tokens.dropped) == {DropReason.CUT_GRAMMAR: 17}
     again.ask()
     assert again.batches[0].samples[0].constrained_mask.tolist() == [1, 1, 1, 1]
@@ -70,7 +55,7 @@ def test_numbers_of_an_engine_may_be_those_of_numpy() -> None:
     """An engine object of a user counts as it likes, and its checkpoints are written all the same."""
     m = asked(LONG, (EngineLimits("a", np.int64(4096), None, (EOS,)),), over=2)  # type: ignore[arg-type]
     m.core.counters["cached_tokens"] += np.int64(7)  # type: ignore[assignment]
-    state = save(m)
+    state = m.saved()
     assert (state["max_context"], state["counters"]["cached_tokens"]) == (4096, 7)
 
 
@@ -78,9 +63,9 @@ def test_numbers_of_an_engine_may_be_those_of_numpy() -> None:
 def test_ids_of_the_two_processes_never_meet(index: int) -> None:
     """Attempts of a later incarnation have other ids, also when the same state is loaded twice by runs of their own."""
     m = running()
-    state, seen = save(m), set(m.in_flight)
+    seen = set(m.in_flight)
     for run in range(1, 3):
-        again = restored(state, settings(n=1, samples=1, over=2, run_id=run * index))
+        again = m.restarted(run_id=run * index)
         again.ask()
         assert seen.isdisjoint(again.in_flight)
         assert {(len(i), i[:16]) for i in again.in_flight} == {(32, f"{run * index:016x}")}
@@ -112,7 +97,7 @@ def test_a_batch_that_is_out_is_collected_in_parts(monkeypatch: pytest.MonkeyPat
 def test_batch_that_was_trained_is_not_delivered_again() -> None:
     """trained_through names a leased batch: it is settled, and the version is that of the update that follows it."""
     m = one_step()
-    again = restored(save(m, trained_through=0))
+    again = m.restarted(m.saved(trained_through=0))
     assert (again.core.clock.current, again.core.prompts.delivered) == (PolicyVersion(1, 1), 1)
     again.step(random.Random(0))
     assert again.batches[0].id == 1
@@ -139,23 +124,12 @@ def test_trained_through_takes_what_is_held_and_refuses_the_rest() -> None:
 # -------------------------------------------------------------------- replay
 
 
-def test_call_without_token_ids_is_the_same_question_where_nothing_stood_between() -> None:
-    """A single-turn function continues exactly, and says so with or without ids."""
-    again = restored(save(running()), auto_call=False)
-    again.core.handle(ev.StepRequested())
-    sample = again.sample(0)
-    assert sample.chains[0].seen_tokens == 0
-    (submit,) = again.core.handle(ev.CallMade(sample.id, again.sampling))
-    assert isinstance(submit, do.Submit)
-    assert sample.chains[0].seen_tokens == 17
-
-
 @pytest.mark.parametrize("seen_by", ["nobody", "group_reward", "has_filter"])
 def test_finished_sibling_is_kept_unless_somebody_must_see_what_it_returned(seen_by: str) -> None:
     """A filter and a group reward get what functions return, so these run again and are answered from the tape."""
     m = asked(lambda g, i: 4 + 50 * i, samples=2, **({} if seen_by == "nobody" else {seen_by: True}))
     m.finish((0, 0))
-    again = restored(save(m), m.core.settings, m.length)
+    again = m.restarted()
     sample = again.sample(0)
     assert (sample.state is SampleState.FINISHED) == (seen_by == "nobody")
     again.ask()
@@ -169,7 +143,7 @@ def test_group_that_reopens_after_a_restart_has_its_functions_run_again() -> Non
     m.finish((1, 0), 0)
     m.next_step()
     m.finish(2, (1, 1))  # group 1 is delivered, its first sample one update older, and not trained on
-    again = restored(save(m), m.core.settings, 4)
+    again = m.restarted()
     assert [again.sample(1, i).state for i in range(2)] == [SampleState.FINISHED] * 2
     again.update()
     assert [len(again.sample(1, i).chains[0].tape) for i in range(2)] == [0, 4]
@@ -194,18 +168,18 @@ def saved() -> State:
     for attempt in list(m.in_flight.values()):
         m.tokens(attempt.id, 11) if attempt.sample.id.group < 2 else m.end(attempt.id)
     m.next_step()
-    return save(m)
+    return m.saved()
 
 
 def load(state: Any, **changes: Any) -> CoreMachine:
-    return restored(state, settings(n=1, samples=changes.pop("samples", 2), over=3, **changes), 60)
+    return CoreMachine(settings(n=1, samples=2, over=3), 60).restarted(state, **changes)
 
 
 def test_engines_with_other_log_probabilities() -> None:
     """What is held has the old kind: batches say that theirs are mixed; without held tokens they are the new ones."""
     engines = (EngineLimits("e1", 4096, None, (EOS,), "processed"),)
     for tokens, kind in ((7, "mixed"), (0, "processed")):
-        assert restored(save(running(tokens)), engines=engines).core.engines.logprob_kind == kind
+        assert running(tokens).restarted(engines=engines).core.engines.logprob_kind == kind
 
 
 def test_only_a_fresh_core_takes_a_state() -> None:
@@ -276,7 +250,7 @@ def test_versions_that_never_were_are_refused(version: tuple[int, int], segment:
 
 def test_a_finished_sample_has_an_end() -> None:
     """The batch in which it is delivered says how it ended."""
-    state = save(one_step())
+    state = one_step().saved()
     state["ready"][0]["samples"][0]["finish"] = None
     with pytest.raises(CheckpointError, match=r"g1\.s0 is finished without an end"):
-        restored(state)
+        one_step().restarted(state)

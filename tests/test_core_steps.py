@@ -91,14 +91,6 @@ def test_every_prompt_is_settled_exactly_once(refill: Refill, over: int) -> None
     assert m.core.prompts.as_dict() == {"observed": 20, "delivered": 20, "held": 0, "dropped": {}}
 
 
-def test_group_rewards_are_asked_for_once_all_siblings_have_returned() -> None:
-    """group_reward: one ScoreGroup per group, and the group is complete with it."""
-    m = asked(samples=3, group_reward=True)
-    m.finish(0)
-    assert sum(isinstance(c, do.ScoreGroup) for c in m.commands) == 1
-    assert [s.reward for s in m.batches[0].samples] == pytest.approx([0.0, 0.125, 0.25])
-
-
 def test_no_step_before_the_last_one_is_delivered() -> None:
     """Two trainers cannot ask at once."""
     with pytest.raises(InvariantError, match="while another one is running"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-import msgspec
 import pytest
 from core_machine import CoreMachine, settings
 from seeds import seeds
@@ -101,7 +100,7 @@ def test_prompts_that_never_began_are_started_in_the_next_short_round(restarts: 
     assert (list(m.core.buffer.aside), list(m.core.buffer.unbegun)) == ([2, 3], [4, 5])
     assert [m.batches[0].metrics[name] for name in ("groups_put_aside", "aside_groups")] == [2.0, 2.0]
     m.update()
-    m = restored(m, **few) if restarts else m
+    m = m.restarted() if restarts else m
     m.ask()
     assert m.groups() == [2, 3]
     m.finish(2, 3)
@@ -168,32 +167,23 @@ def test_nothing_is_asked_about_a_group_that_the_same_event_puts_aside(of: str) 
     assert not [c for c in m.commands[asked:] if isinstance(c, (do.ScoreGroup, do.JudgeGroup))]
 
 
-def restored(m: CoreMachine, **changes: object) -> CoreMachine:
-    """A new process with the state of this one."""
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot.take(m.core, None)))
-    again = machine(m.length, m.prompts_left, **changes)
-    snapshot.restore(again.core, state)
-    again.restored()
-    return again
-
-
 def test_a_restart_keeps_what_is_aside_and_goes_on_with_a_long_round() -> None:
     """In a short round's end, and in the middle of a long round, whose tokens are kept as the weights are the same."""
     m = first_round()
     m.update()
-    again = restored(m)
+    again = m.restarted()
     assert list(again.core.buffer.aside) == [0, 1]
     again.ask()
     assert again.groups() == [0, 1]
     for attempt in list(again.in_flight.values()):
         again.tokens(attempt.id, 5)
-    third = restored(again)
+    third = again.restarted()
     assert (third.core.tokens.held, third.core.prompts.held) == (20, 2)
     third.ask()
     assert (third.groups(), third.core.prompts.observed) == ([0, 1], 4)
     third.finish(0, 1)
     assert third.batches[0].metrics["long_round"] == 1.0
-    fourth = restored(third)  # before the batch was trained, so that it is delivered again
+    fourth = third.restarted()  # before the batch was trained, so that it is delivered again
     fourth.ask()
     assert (fourth.delivered(), fourth.batches[0].metrics["long_round"]) == ([0, 0, 1, 1], 1.0)
 
@@ -202,7 +192,7 @@ def test_a_restart_without_tail_batching_treats_them_like_others() -> None:
     """The groups that were aside are the oldest, so they are generated first."""
     m = first_round()
     m.update()
-    again = restored(m, partial_rollout=True, max_staleness=5, on_stale=OnStale.FINISH)
+    again = m.restarted(partial_rollout=True, max_staleness=5, on_stale=OnStale.FINISH)
     assert not again.core.buffer.aside
     again.ask()
     assert again.groups() == [0, 1, 4, 5]
@@ -254,7 +244,7 @@ def test_random_epochs_train_every_prompt_once_at_staleness_0(seed: int) -> None
         before = len(m.batches)
         while len(m.batches) == before and not m.ended:
             if rng.random() < 0.02:
-                m = restored(m, **changes)
+                m = m.restarted()
                 before = 0
                 m.ask()
             elif rng.random() < 0.03 and not m.core.context.evaluations:
@@ -277,7 +267,7 @@ def test_random_epochs_train_every_prompt_once_at_staleness_0(seed: int) -> None
             settled.update(set(m.delivered()))
             if rng.random() < 0.2:
                 m.core.handle(ev.BatchCommitted(m.batches[-1].id))
-                m = restored(m, **changes)
+                m = m.restarted()
             else:
                 m.update()
     prompts = m.core.prompts

@@ -11,11 +11,9 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.types import (
     AttemptFailure,
-    DropReason,
     EngineFinish,
     GroupState,
     OnFailedSample,
-    OnStale,
     SampleId,
     SampleState,
     TimerKind,
@@ -55,17 +53,6 @@ def test_the_rest_of_a_shrunk_group_is_scored_when_the_last_one_that_was_awaited
     fail(m, (0, 3))
     assert of(m) == [(0, 0), (0, 1), (0, 2)]
     assert {len(s.baseline_rewards) for s in m.batches[0].samples} == {2}
-
-
-def test_a_fresh_sample_is_scored_with_its_siblings() -> None:
-    """One group reward, of the members that there are: the one that failed is not among them."""
-    m = machine(REPLACE, group_reward=True)
-    m.finish((0, 0), (0, 1), (0, 2))
-    fail(m, (0, 3))
-    assert not m.batches
-    m.finish((0, 4))
-    assert [c.group.id for c in m.commands if isinstance(c, do.ScoreGroup)] == [0]
-    assert of(m) == [(0, 0), (0, 1), (0, 2), (0, 4)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -196,16 +183,3 @@ def test_a_straggler_that_fails_while_the_filter_thinks_costs_itself() -> None:
     fail(m, (0, 3))
     assert 0 in m.core.buffer.groups
     assert m.core.counters["samples_dropped_failed"] == 1
-
-
-def test_a_group_whose_last_sample_is_given_up_is_a_dropped_group() -> None:
-    """It is reported and counted as one, whether its samples left together or one by one."""
-    m = asked(9, n=2, samples=4, group_quorum=0.75, max_staleness=1, on_stale=OnStale.DROP, max_in_flight=64)
-    m.finish((0, 0), (0, 1), (0, 2), (0, 3))
-    for _ in range(2):
-        m.post(ev.PauseRequested())
-        m.finish_aborts()
-        m.update()
-        m.post(ev.Resumed())
-    assert 0 not in m.core.buffer.groups
-    assert m.core.prompts.dropped[DropReason.STALE] == m.core.counters["groups_dropped_stale"] > 0

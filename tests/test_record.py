@@ -21,6 +21,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 import numpy as np
 import pytest
+from memory_doors import MemoryDoors, door_of
 from records import command, raw_lines, written
 from saved_rollouts import in_a_step, new
 from saved_rollouts import plain as saved
@@ -214,6 +215,23 @@ async def test_a_state_of_between_two_calls_goes_on_in_the_replay(path: Path) ->
 
     await over_a_restart(path, 10.0, rollout=rollout, lengths=table({}, 5))
     assert any("token_ids" in call for call in calls_of(path))
+
+
+async def test_an_agent_that_outlives_the_process_goes_on_in_the_replay(path: Path) -> None:
+    """Its first request of the new process has the last answer in it, which has ended in EOS."""
+    said: dict[SampleId, list[int]] = {}
+
+    async def rollout(prompt: Prompt, llm: LLM) -> None:
+        door = door_of(llm)
+        if llm.sample_id not in said:
+            done = await door.ask(prompt.token_ids, stop_token_ids=(EOS,))
+            said[llm.sample_id] = done.conversation.tolist()
+            await asyncio.sleep(20)
+        await door.ask([*said[llm.sample_id], 950], stop_token_ids=(EOS,))
+
+    core = await over_a_restart(path, 10.0, rollout=rollout, doors=MemoryDoors(), lengths=table({}, 5))
+    assert core.tokens.dropped == {}
+    assert any(call.get("ends") for call in calls_of(path))
 
 
 async def test_a_function_that_asks_otherwise_after_a_restart_does_so_in_the_replay(path: Path) -> None:
