@@ -143,24 +143,6 @@ async def test_tokens_of_a_server_whose_weights_were_changed_by_others_are_dropp
         assert [path for _, _, path in a.updates] == ["/first", "/first"]
 
 
-async def test_an_answer_that_comes_after_its_step_says_nothing() -> None:
-    """The trainer has changed the weights by then, and tells april afterwards: no server is taken for a stale one."""
-
-    class Slow(Server):
-        async def health(self) -> Health:
-            await asyncio.sleep(4.5 * CHECK_INTERVAL_S)
-            return await super().health()
-
-    async with servers("a", Slow) as (run, a):
-        await run.next_batch()
-        a.lose_weights("of the trainer")
-        await asyncio.sleep(3 * CHECK_INTERVAL_S)
-        await run.weight_update(transfer=write)
-        await run.next_batch()
-        assert run.scheduler._driver.core.counters["stale_engines"] == 0
-        assert a.used == {START, "of the trainer"}
-
-
 async def test_an_update_that_gives_servers_nothing_is_refused() -> None:
     """Their old weights would be called the new version: nothing happens, not even a pause."""
     a, b = Server("a", lengths=20), FakeEngine("b", lengths=20, chunk_tokens=1)
