@@ -206,28 +206,6 @@ async def test_servers_are_given_the_weights_of_a_checkpoint() -> None:
         assert batch.metrics["staleness_max"] == batch.off_policy_share == 0
 
 
-@pytest.mark.parametrize("path", [None, "/checkpoint"])
-async def test_a_server_that_is_started_anew_after_load_state_dict(path: str | None) -> None:
-    """It gets the weights of the checkpoint's directory; after a transfer nobody knows where they are, and it waits."""
-    async with servers("a") as (run, _):
-        await run.next_batch()
-        await run.weight_update("/first")
-        state = run.scheduler._driver.state_dict(None)
-    a, b = Server("a", lengths=20), Server("b", lengths=20)
-    async with pool([a, b]) as run:
-        await run.scheduler._driver.load_state_dict(state, path, None if path else write)
-        assert {a.weights, b.weights} == {path or START}
-        await step_with(run, a.restart)
-        await run.next_batch()
-        if path is not None:
-            assert (a.weights, len(a.attempts) > 4) == (path, True)
-            return
-        assert len(a.attempts) == 4
-        await run.weight_update("/second")
-        await run.next_batch()
-        assert len(a.attempts) == 8
-
-
 async def test_a_weight_update_does_not_wait_for_an_engine_that_is_healed() -> None:
     """It is left out; when its load of the old weights is over, it gets the new ones."""
     async with servers() as (run, a, _):

@@ -39,6 +39,14 @@ class Orchestrator:
         assert got[0] == 200
         return dict(got[1])
 
+    async def asks(self, session: dict[str, Any], key: str | None = None) -> int:
+        """The status of an answer to the agent of a session, which may have another's key."""
+        headers = {"Authorization": f"Bearer {key or session['api_key']}"}
+        asked = {"prompt": [9, 9], "max_tokens": 5}
+        async with self.http.post(f"{session['base_url']}/completions", json=asked, headers=headers) as response:
+            await response.read()
+            return response.status
+
 
 @asynccontextmanager
 async def outside(sessions: Sessions | None = None) -> AsyncIterator[tuple[Orchestrator, asyncio.Task[Any]]]:
@@ -66,13 +74,8 @@ async def test_each_sample_is_given_once_and_ended_by_what_is_said() -> None:
         assert sessions[0]["id"] != sessions[1]["id"]
         assert (await o.say("/sessions"))[0] == 429
         for i, session in enumerate(sessions):
-            key = {"Authorization": f"Bearer {session['api_key']}"}
-            asked = {"prompt": [9, 9], "max_tokens": 5}
-            async with o.http.post(f"{session['base_url']}/completions", json=asked, headers=key) as response:
-                assert response.status == 200
-            other = {"Authorization": f"Bearer {sessions[not i]['api_key']}"}
-            async with o.http.post(f"{session['base_url']}/completions", json=asked, headers=other) as response:
-                assert response.status == 401
+            assert await o.asks(session) == 200
+            assert await o.asks(session, sessions[not i]["api_key"]) == 401
             for reward in ({"total": float(i), "correct": 1}, 7.0):
                 said = await o.say(f"/sessions/{session['id']}/end", {"reward": reward})
                 assert said == (200, {"id": session["id"], "state": "ended"})
@@ -89,10 +92,7 @@ async def test_another_scheduler_has_sessions_of_its_own() -> None:
             for _ in range(2):
                 session = await o.open()
                 ids.append(session["id"])
-                key = {"Authorization": f"Bearer {session['api_key']}"}
-                asked = {"prompt": [9, 9], "max_tokens": 5}
-                async with o.http.post(f"{session['base_url']}/completions", json=asked, headers=key) as response:
-                    assert response.status == 200
+                assert await o.asks(session) == 200
                 assert (await o.say(f"/sessions/{session['id']}/end", {"reward": reward}))[0] == 200
             assert (await batch).rewards.tolist() == [reward] * 2
     assert sorted(ids[:2]) == sorted(ids[2:])
