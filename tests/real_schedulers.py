@@ -19,9 +19,9 @@ FAST = DecodeCost(1e-5, 0.0, 0.0)
 VOCAB = 1000
 
 
-def engine(name: str = "e0", **options: Any) -> SimulatedEngine:
-    """A simulated engine on real time, 10 microseconds a token."""
-    return SimulatedEngine(name, FAST, by_sample_key(LENGTHS), **({"max_running": 64, "vocab_size": VOCAB} | options))
+def engine(name: str = "e0", kind: type[SimulatedEngine] = SimulatedEngine, **options: Any) -> Any:
+    """A simulated engine of this kind on real time, 10 microseconds a token."""
+    return kind(name, FAST, by_sample_key(LENGTHS), **({"max_running": 64, "vocab_size": VOCAB} | options))
 
 
 def config(**changes: Any) -> april.Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -54,10 +54,10 @@ def seen_of(batch: Batch) -> list[Any]:
     return [(s.id, s.tokens.tolist(), s.logprobs.tolist(), s.reward) for s in batch.samples]
 
 
-def check(batch: Batch, lengths: Callable[[int, int], int] = LENGTHS.sample) -> None:
+def check(batch: Batch) -> None:
     """Every sample is the uncut synthetic response."""
     for s in batch.samples:
-        tokens, logprobs = synthetic_response(s.prompt.token_ids, s.id, 0, lengths(*s.id), VOCAB, (EOS,))
+        tokens, logprobs = synthetic_response(s.prompt.token_ids, s.id, 0, LENGTHS.sample(*s.id), VOCAB, (EOS,))
         tokens[-1] = EOS
         assert s.tokens.tolist() == tokens.tolist()
         assert s.logprobs.tolist() == logprobs.tolist()

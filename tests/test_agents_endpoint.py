@@ -203,8 +203,6 @@ async def test_unknown_routes_are_refused_as_clients_expect_it() -> None:
     ("route", "body", "status", "says"),
     [
         ("chat/completions", {"messages": []}, 400, "messages"),
-        ("chat/completions", CHAT | {"n": 2}, 400, "n=2"),
-        ("chat/completions", CHAT | {"frobnicate": 1}, 400, "frobnicate"),
         ("chat/completions", CHAT | {"max_tokens": "9"}, 400, "max_tokens must be int"),
         ("chat/completions", CHAT | {"response_format": {"type": "regex"}}, 400, "response_format"),
         ("chat/completions", CHAT | {"response_format": {"type": "json_schema"}}, 400, "has no schema"),
@@ -214,7 +212,6 @@ async def test_unknown_routes_are_refused_as_clients_expect_it() -> None:
         ("messages", ANTHROPIC | {"output_config": {"format": "json"}}, 400, "output_config.format must be an object"),
         ("responses", {"input": "x", "text": {"format": 5}}, 400, "text.format must be an object"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, 400, "content: a part"),
-        ("chat/completions", CHAT | {"tools": [{"type": "web_search"}]}, 400, "tools[0]"),
         ("chat/completions", CHAT | {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": 5}}, 400,
          "tools is empty"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": {}}]}]}, 400,
@@ -232,11 +229,8 @@ async def test_unknown_routes_are_refused_as_clients_expect_it() -> None:
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
         ("chat/completions", {"messages": HELLO * 5000}, 400, "messages"),
         ("chat/completions", [1], 400, "JSON object"),
-        ("messages", ANTHROPIC | {"mcp_servers": [{}]}, 400, "mcp_servers"),
-        ("messages", {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages[0]"),
         ("completions", {"prompt": [[1], [2]]}, 400, "prompt"),
         ("completions", {"prompt": [1 << 40]}, 400, "prompt must be one non-empty text or one non-empty list"),
-        ("completions", TEXT | {"echo": True}, 400, "echo"),
         ("completions", TEXT | {"logprobs": 5}, 400, "logprobs"),
     ],
 )  # fmt: skip
@@ -439,30 +433,6 @@ async def test_a_session_that_is_shut_answers_nothing_any_more() -> None:
         assert w.endpoint.close_session(w.door, "its rollout function has ended") == []
         assert (await asking)[0] == 410
         assert (await w.ask("chat/completions"))[0] == 404
-
-
-@pytest.mark.parametrize("own_ids", [False, True])
-async def test_what_was_sampled_is_never_tokenised_again(own_ids: bool) -> None:
-    """The next turns' tokens begin with those of the turn before, however the client writes the answers down."""
-    says = 'let me\n<tool_call>\n{"name":  "add", "arguments": {"b": 2,"a": 1}}\n</tool_call><|im_end|>'
-    async with world(says) as w:
-        tools = [{"type": "function", "function": TOOL}]
-        _, body = await w.ask("chat/completions", CHAT | {"tools": tools})
-        message = body["choices"][0]["message"]
-        (call,) = message["tool_calls"]
-        assert (body["choices"][0]["finish_reason"], json.loads(call["function"]["arguments"])) == (
-            "tool_calls", {"a": 1, "b": 2},
-        )  # fmt: skip
-        call["function"]["arguments"] = json.dumps({"a": 1, "b": 2})  # as an SDK writes it
-        messages: list[Any] = [*HELLO]
-        for turn in range(2):
-            mine = call | {"id": f"of the client {turn}"} if own_ids else call
-            result = {"role": "tool", "tool_call_id": mine["id"], "content": "3"}
-            messages += [message | {"refusal": None, "tool_calls": [mine]}, result]
-            await w.ask("chat/completions", {"messages": messages, "tools": tools})
-        (first, _), (second, _), (third, _) = w.model.asked
-        assert second.startswith(first + says)
-        assert third.startswith(second + says)
 
 
 class EveryMark(ToyTokenizer):

@@ -346,23 +346,6 @@ async def test_calls_whose_logprobs_cannot_be_recomputed_need_consent(change: di
             await rollouts.driver.next_batch()
 
 
-async def test_a_function_that_works_before_its_first_call_holds_its_place() -> None:
-    """Preparation before the first generate (here 10 s) delays that sample, and max_in_flight counts it."""
-
-    async def rollout(prompt: Prompt, llm: LLM) -> str:
-        await asyncio.sleep(10)
-        await llm.generate()
-        return "done"
-
-    async def reward(prompt: Prompt, response: Response) -> float:
-        assert response.output == "done"
-        return 1.0
-
-    rollouts = Rollouts(table({}), n=2, rollout=rollout, reward=reward, max_in_flight=1)
-    await rollouts.step()
-    assert now() == pytest.approx(30, abs=0.1)
-
-
 # ----------------------------------------------------------------
 # Dynamic sampling through the driver: only accepted groups count, rejected ones are dropped by name and replaced.
 

@@ -143,24 +143,6 @@ async def test_tokens_of_a_server_whose_weights_were_changed_by_others_are_dropp
         assert [path for _, _, path in a.updates] == ["/first", "/first"]
 
 
-async def test_an_answer_that_comes_after_its_step_says_nothing() -> None:
-    """The trainer has changed the weights by then, and tells april afterwards: no server is taken for a stale one."""
-
-    class Slow(Server):
-        async def health(self) -> Health:
-            await asyncio.sleep(4.5 * CHECK_INTERVAL_S)
-            return await super().health()
-
-    async with servers("a", Slow) as (run, a):
-        await run.next_batch()
-        a.lose_weights("of the trainer")
-        await asyncio.sleep(3 * CHECK_INTERVAL_S)
-        await run.weight_update(transfer=write)
-        await run.next_batch()
-        assert run.scheduler._driver.core.counters["stale_engines"] == 0
-        assert a.used == {START, "of the trainer"}
-
-
 async def test_an_update_that_gives_servers_nothing_is_refused() -> None:
     """Their old weights would be called the new version: nothing happens, not even a pause."""
     a, b = Server("a", lengths=20), FakeEngine("b", lengths=20, chunk_tokens=1)
@@ -222,28 +204,6 @@ async def test_servers_are_given_the_weights_of_a_checkpoint() -> None:
         batch = await run.next_batch()
         assert {g.version for s in batch.samples for g in s.segments} == {(0, 1)}
         assert batch.metrics["staleness_max"] == batch.off_policy_share == 0
-
-
-@pytest.mark.parametrize("path", [None, "/checkpoint"])
-async def test_a_server_that_is_started_anew_after_load_state_dict(path: str | None) -> None:
-    """It gets the weights of the checkpoint's directory; after a transfer nobody knows where they are, and it waits."""
-    async with servers("a") as (run, _):
-        await run.next_batch()
-        await run.weight_update("/first")
-        state = run.scheduler._driver.state_dict(None)
-    a, b = Server("a", lengths=20), Server("b", lengths=20)
-    async with pool([a, b]) as run:
-        await run.scheduler._driver.load_state_dict(state, path, None if path else write)
-        assert {a.weights, b.weights} == {path or START}
-        await step_with(run, a.restart)
-        await run.next_batch()
-        if path is not None:
-            assert (a.weights, len(a.attempts) > 4) == (path, True)
-            return
-        assert len(a.attempts) == 4
-        await run.weight_update("/second")
-        await run.next_batch()
-        assert len(a.attempts) == 8
 
 
 async def test_a_weight_update_does_not_wait_for_an_engine_that_is_healed() -> None:

@@ -97,49 +97,6 @@ async def test_a_batch_that_was_not_trained_is_delivered_again() -> None:
         await again.close()
 
 
-async def test_versions_after_a_restart() -> None:
-    """A batch that was trained on makes the weights one update newer, whether april had heard of the update or not."""
-    lengths = table({(1, 0): 40}, 5)
-    old = Rollouts(lengths, n=1, over=2)
-    await old.step()
-    await old.driver.next_batch()
-    held = old.sample(1, 0)
-    assert [(s.version, s.count) for s in held.chains[0].tape.segments] == [((0, 0), 5), ((0, 1), 5)]
-    states = [plain(old.driver.state_dict(through)) for through in (0, 1)]
-    await old.close()
-    for state, version in zip(states, (PolicyVersion(1, 1), PolicyVersion(1, 2)), strict=True):
-        again = Rollouts(lengths, n=1, over=2)
-        assert await again.driver.load_state_dict(state) == version
-        while True:
-            batch = await again.driver.next_batch()
-            if batch.samples[0].id == (1, 0):
-                break
-            await again.driver.update_weights()
-        assert batch.samples[0].staleness == batch.version.n
-        assert [tuple(s.version) for s in batch.samples[0].segments][:3] == [(0, 0), (0, 1), (1, 2)]
-        await again.close()
-
-
-async def test_a_restart_of_a_restart() -> None:
-    """Every restart begins a new incarnation; attempt ids never repeat, tokens of all lives are kept."""
-    lengths = table({(1, 0): 60}, 5)
-    ids: set[str] = set()
-    state: Any = None
-    for life in range(4):
-        rollouts = Rollouts(lengths, n=1, over=2)
-        if life:
-            assert await rollouts.driver.load_state_dict(state) == PolicyVersion(life, life)
-        batch = await rollouts.driver.next_batch()
-        assert batch.version == (life, life)
-        await rollouts.driver.update_weights()
-        state = plain(rollouts.driver.state_dict(None))
-        (engine,) = rollouts.engines
-        assert not ids & set(engine.requests)
-        ids |= set(engine.requests)
-        assert [s.version.incarnation for s in rollouts.sample(1, 0).chains[0].tape.segments] == list(range(life + 1))
-        await rollouts.close()
-
-
 async def test_a_state_may_be_loaded_while_nothing_else_can_begin() -> None:
     """A batch asked for during the load is refused with a sentence, and comes afterwards."""
     old = new()

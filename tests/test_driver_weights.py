@@ -114,19 +114,6 @@ async def half_done(run: Rollouts) -> int:
     return made
 
 
-async def test_engines_of_which_none_can_pause_keep_their_version() -> None:
-    """weight_update fails before anything was written; all engines are open again."""
-    lengths = table({})
-    engines = [RecordingEngine(lengths, name, fails="pause") for name in ("a", "b")]
-    rollouts = Rollouts(lengths, n=4, engines=engines)
-    await rollouts.driver.next_batch()
-    with pytest.raises(EngineError, match="a cannot pause"):
-        await rollouts.driver.update_weights()
-    batch = await rollouts.driver.next_batch()
-    assert {s.engine for x in batch.samples for s in x.segments} == {"a", "b"}
-    assert batch.version == PolicyVersion(0, 0)
-
-
 @pytest.mark.parametrize("path", ["weights", None])
 async def test_an_engine_that_cannot_pause_is_left_out_and_comes_back(path: str | None) -> None:
     """The others get the new weights; it gets them once it is well, or, without a path, with the next update."""

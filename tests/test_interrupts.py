@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from interrupting import interrupt, with_a_signal
-from real_schedulers import FAST, LENGTHS, VOCAB, assert_nothing_is_left, check, scheduler
+from real_schedulers import assert_nothing_is_left, check, engine, scheduler
 
 import april
 from april.driver import loop_thread
 from april.driver.rewards import Response
 from april.engines.protocol import Capabilities
-from april.engines.simulated.engine import SimulatedEngine, by_sample_key
+from april.engines.simulated.engine import SimulatedEngine
 from april.errors import EngineError, RolloutError
 
 
@@ -113,8 +113,8 @@ def test_a_handler_may_save_anywhere(what: str) -> None:
 class Slow(SimulatedEngine):
     """Loads when it is let; the first load may fail."""
 
-    def __init__(self, *, fails: bool = False) -> None:
-        super().__init__("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
+    def __init__(self, *args: Any, fails: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.loading, self.release, self.fails = threading.Event(), threading.Event(), fails
 
     async def update_weights(self, version: april.PolicyVersion, path: str | None = None) -> None:
@@ -139,7 +139,7 @@ class Slow(SimulatedEngine):
 
 def test_an_update_that_nobody_waits_for_goes_on() -> None:
     """Interrupted while an engine loads: it takes effect; after the next batch the same arguments are a new update."""
-    with scheduler(engines=[slow := Slow()]) as rollouts:
+    with scheduler(engines=[slow := engine(kind=Slow)]) as rollouts:
         rollouts.next_batch()
         slow.interrupted(rollouts)
         assert rollouts.next_batch().version == (0, 1)
@@ -148,7 +148,7 @@ def test_an_update_that_nobody_waits_for_goes_on() -> None:
 
 def test_an_update_that_names_its_batch_may_be_asked_for_later() -> None:
     """With ``trained`` it is known which update is meant, also when another batch has come in between."""
-    with scheduler(engines=[slow := Slow()]) as rollouts:
+    with scheduler(engines=[slow := engine(kind=Slow)]) as rollouts:
         first = rollouts.next_batch()
         slow.interrupted(rollouts, trained=first.id)
         second = rollouts.next_batch()
@@ -158,7 +158,7 @@ def test_an_update_that_names_its_batch_may_be_asked_for_later() -> None:
 
 def test_an_update_that_failed_unheard_is_made_again() -> None:
     """Interrupted, and then the engine refuses: the next call does not answer with an old error."""
-    with scheduler(engines=[slow := Slow(fails=True)]) as rollouts:
+    with scheduler(engines=[slow := engine(kind=Slow, fails=True)]) as rollouts:
         rollouts.next_batch()
         slow.interrupted(rollouts)
         update = rollouts._update
@@ -195,10 +195,6 @@ class Server(SimulatedEngine):
         return replace(super().capabilities, remote=True)
 
 
-def server() -> Server:
-    return Server("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
-
-
 def breaks() -> None:
     raise OSError("the link broke")
 
@@ -207,7 +203,7 @@ def breaks() -> None:
 def test_a_transfer_that_is_broken_off_holds_up_servers_until_the_next_one(transfer: Any, error: Any) -> None:
     """Ctrl-C, or any error, inside transfer: servers may have half of the weights, under the old version's name."""
     why = "interrupted|KeyboardInterrupt" if error is KeyboardInterrupt else "OSError: the link broke"
-    with scheduler(engines=[server()]) as rollouts:
+    with scheduler(engines=[engine(kind=Server)]) as rollouts:
         rollouts.next_batch()
         with pytest.raises(error):
             rollouts.weight_update(transfer=transfer)
@@ -230,7 +226,7 @@ def test_a_batch_asked_for_before_a_transfer_broke_off_is_not_waited_for(
         go_on.wait()
         return float(len(response.tokens))
 
-    with scheduler(engines=[server()], reward=held) as rollouts:
+    with scheduler(engines=[engine(kind=Server)], reward=held) as rollouts:
         go_on.set()
         rollouts.next_batch()
         go_on.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,22 +11,17 @@ from fake_servers.openai import FakeOpenAIServer
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from server_fixtures import ServerThread
+from test_examples import loaded
 
 import april
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "own_servers.py"
 KNOWN = ["--vocab-size", "512", "--eos-token-ids", "2"]
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("own_servers", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded("own_servers")
 
 
 @pytest.fixture

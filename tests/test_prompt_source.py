@@ -330,12 +330,6 @@ def test_a_pass_that_cannot_begin_is_an_error_and_is_tried_again() -> None:
     assert source.draw(1) == ([], True, None)
 
 
-def test_one_pass_only() -> None:
-    """A generator cannot be iterated again; said before anything starts."""
-    with pytest.raises(ConfigError, match=r"prompts can be iterated only once \(generator\), but several epochs"):
-        PromptSource(([i] for i in range(3)), 10, epochs=2)
-
-
 @pytest.mark.parametrize("epochs", [2, None])
 def test_no_prompts_at_all(epochs: int | None) -> None:
     """An empty data set is an error, not an endless loop."""

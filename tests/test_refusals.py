@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from real_schedulers import FAST, LENGTHS, assert_nothing_is_left, check, config, engine, scheduler
+from real_schedulers import assert_nothing_is_left, check, config, engine, scheduler
 from virtual_rollouts import VOCAB
 
 import april
@@ -24,7 +24,7 @@ from april.config.flags import settings_of
 from april.config.mistakes import NAMES_ELSEWHERE
 from april.driver.rewards import Response
 from april.engines.protocol import Capabilities
-from april.engines.simulated.engine import SimulatedEngine, by_sample_key
+from april.engines.simulated.engine import SimulatedEngine
 from april.errors import AprilError, CheckpointError, ConfigError
 
 BASE: dict[str, Any] = {"rollout_batch_size": 32, "max_response_len": 1000}
@@ -294,13 +294,9 @@ class NoPartials(SimulatedEngine):
         return replace(super().capabilities, returns_partials=False)
 
 
-def no_partials() -> SimulatedEngine:
-    return NoPartials("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
-
-
 def test_an_engine_without_partials_is_fine_when_nothing_is_cut() -> None:
     """With N' = N and refill none nothing is aborted at the end of a step."""
-    with scheduler(engines=[no_partials()], config=config(over_sampling_batch_size=3)) as rollouts:
+    with scheduler(engines=[engine(kind=NoPartials)], config=config(over_sampling_batch_size=3)) as rollouts:
         check(rollouts.next_batch())
 
 
@@ -319,9 +315,12 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         {"engines": [engine("a"), engine("b", max_context=100)]},
         "max_response_len=100 leaves no room for a prompt: the context of engine b holds 100 tokens; .*",
     ),
-    ({"engines": [no_partials()]}, "engine e0 returns no tokens of an aborted request.*set over_sampling_batch_size.*"),
     (
-        {"engines": [no_partials()], "config": config(over_sampling_batch_size=3, refill="sample")},
+        {"engines": [engine(kind=NoPartials)]},
+        "engine e0 returns no tokens of an aborted request.*set over_sampling_batch_size.*",
+    ),
+    (
+        {"engines": [engine(kind=NoPartials)], "config": config(over_sampling_batch_size=3, refill="sample")},
         "engine e0 returns no tokens of an aborted request.*refill: none.*",
     ),
     ({"group_reward": graded}, "give reward or group_reward, not both"),

@@ -435,31 +435,28 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "too many rows": (april.Reward(rows=[1.0, 2.0]), "has 2 rows, but the response has 1 conversations"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(("value", "sentence"), WRONG.values(), ids=WRONG)
-def test_a_wrong_reward_is_one_sentence(value: Any, sentence: str) -> None:
-    """It names the sample, what is wrong, and what to return."""
-    layout: Any = {}
-    row_rewards_of({"total": 1.0, "correct": 1.0}, response(), {}, layout)
-    with pytest.raises(april.UsageError, match=f"^the reward of g3.s1 {sentence}"):
-        row_rewards_of(value, response(), {}, layout)
+WRONG_WITH_WEIGHTS: list[tuple[Any, str]] = [
+    ({"correct": 1.0}, "has no part format, which reward_weights names; return all of these parts"),
+    (1.0, "has no part correct, which reward_weights names; return all of these parts"),
+    ({"correct": 1.0, "format": 1, "x": 2}, "has the part x, which is not in reward_weights; with reward_weights,"),
+    ({"correct": 1.0, "format": NAN}, "has a part format that is nan; expected a finite number"),
+    ({"correct": 1.0, "format": 1, "total": 2}, "has a total; with reward_weights, return the parts that it names"),
+]
+"""No part is forgotten, and none counts twice."""
 
 
 @pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        ({"correct": 1.0}, "has no part format, which reward_weights names; return all of these parts"),
-        (1.0, "has no part correct, which reward_weights names; return all of these parts"),
-        ({"correct": 1.0, "format": 1, "x": 2}, "has the part x, which is not in reward_weights; with reward_weights,"),
-        ({"correct": 1.0, "format": NAN}, "has a part format that is nan; expected a finite number"),
-        ({"correct": 1.0, "format": 1, "total": 2}, "has a total; with reward_weights, return the parts that it names"),
-    ],
+    ("value", "sentence", "weights"),
+    [(*row, {}) for row in WRONG.values()] + [(*row, WEIGHTS) for row in WRONG_WITH_WEIGHTS],
+    ids=[*WRONG, *(repr(value) for value, _ in WRONG_WITH_WEIGHTS)],
 )
-def test_weights_name_every_part(value: Any, sentence: str) -> None:
-    """No part is forgotten, and none counts twice."""
+def test_a_wrong_reward_is_one_sentence(value: Any, sentence: str, weights: dict[str, float]) -> None:
+    """It names the sample, what is wrong, and what to return."""
+    layout: Any = {}
+    if not weights:
+        row_rewards_of({"total": 1.0, "correct": 1.0}, response(), {}, layout)
     with pytest.raises(april.UsageError, match=f"^the reward of g3.s1 {sentence}"):
-        row_rewards_of(value, response(), WEIGHTS, {})
+        row_rewards_of(value, response(), weights, layout)
 
 
 def test_values_of_several_conversations_say_which() -> None:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gate_engine import GateEngine
-from real_schedulers import FAST, LENGTHS, VOCAB, check, config, engine, scheduler
+from real_schedulers import check, config, engine, scheduler
 
 import april
 from april.driver.rewards import Response
-from april.engines.simulated.engine import SimulatedEngine, by_sample_key
+from april.engines.simulated.engine import SimulatedEngine
 from april.errors import (
     EngineError,
     RolloutError,
@@ -202,7 +202,7 @@ def test_an_engine_that_cannot_load() -> None:
         async def pause(self) -> None:
             raise EngineError("cannot pause")
 
-    with scheduler(engines=[Fails("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)]) as rollouts:
+    with scheduler(engines=[engine(kind=Fails)]) as rollouts:
         with pytest.raises(EngineError, match="cannot pause"):
             rollouts.weight_update(transfer=lambda: pytest.fail("the engine is not paused"))
         check(rollouts.next_batch())

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from real_schedulers import FAST, LENGTHS, VOCAB, check, config, engine, scheduler
+from real_schedulers import LENGTHS, check, config, engine, scheduler
 
 import april
 from april.core.types import FinishReason
 from april.driver.rewards import Response
 from april.engines.protocol import Request
-from april.engines.simulated.engine import SimulatedEngine, by_sample_key
+from april.engines.simulated.engine import SimulatedEngine
 from april.errors import RolloutError
 
 pytestmark = pytest.mark.usefixtures("nothing_left_behind")
@@ -56,9 +56,8 @@ def test_evaluation_has_its_own_sampling() -> None:
             seen.append(request)
             return super().generate(request)
 
-    spy = Spy("e0", FAST, by_sample_key(LENGTHS), max_running=64, vocab_size=VOCAB)
     settings = config(sampling={"stop_token_ids": [9], "min_tokens": 2}, allow_mismatch=True)
-    with scheduler(engines=[spy], config=settings) as rollouts:
+    with scheduler(engines=[engine(kind=Spy)], config=settings) as rollouts:
         rollouts.next_batch()
         training = {r.attempt_id for r in seen}
         seen.clear()

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from test_sessions import Orchestrator
 
 from tests.gateway_suite.script import TOKENIZER, says
 
@@ -64,28 +65,15 @@ class Trainer:
             pipe.close()  # type: ignore[union-attr]
 
 
-class Orchestrator:
-    """Asks for sessions and runs an agent on each; they keep their conversations whatever happens to the trainer."""
+class Agents(Orchestrator):
+    """Runs an agent on each session; they keep their conversations whatever happens to the trainer."""
 
     def __init__(self, url: str, key: str, http: aiohttp.ClientSession) -> None:
-        self.url, self.http, self.headers = url, http, {"Authorization": f"Bearer {key}"}
+        super().__init__(url, key, http)
         self.client = openai.AsyncOpenAI(base_url="http://unused", api_key="unused", max_retries=0)
         self.up = asyncio.Event()
         self.up.set()
         self.cut = 0
-
-    async def say(self, path: str, body: Any = None, method: str = "POST") -> tuple[int, Any]:
-        async with self.http.request(method, self.url + path, json=body, headers=self.headers) as response:
-            return response.status, await response.json()
-
-    async def open(self) -> dict[str, Any]:
-        """The next session, as soon as there is one."""
-        while True:
-            status, session = await self.say("/sessions")
-            if status == 200:
-                return dict(session)
-            assert (status, session["error"]["type"]) == (429, "no_sample")
-            await asyncio.sleep(0.01)
 
     async def turn(self, session: dict[str, Any], messages: list[Any], text: str, *, stream: bool) -> None:
         """Ask, and ask again if the connection breaks; the answer is added."""
@@ -110,7 +98,7 @@ async def life(folder: Path) -> None:
     """Two turns, a death in the second, a third turn; every second agent does not come back."""
     first = Trainer(folder)
     async with aiohttp.ClientSession() as http:
-        o = Orchestrator(first.url, (folder / "key").read_text(), http)
+        o = Agents(first.url, (folder / "key").read_text(), http)
         sessions = [await o.open() for _ in range(SESSIONS)]
         talks: list[list[Any]] = [[] for _ in sessions]
         streams = [i % 4 == 0 for i in range(SESSIONS)]

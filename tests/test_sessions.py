@@ -15,22 +15,26 @@ import pytest
 import april
 from april.agents import Sessions
 from april.errors import UsageError
+from april.testing import FakeEngine
 from tests.gateway_suite.script import EOS, TOKENIZER, VOCAB
 
 pytest.importorskip("renderers")
 
 
 class Orchestrator:
-    def __init__(self, sessions: Sessions, http: aiohttp.ClientSession) -> None:
-        self.sessions, self.http = sessions, http
+    """Asks for sessions as a program outside of april does."""
+
+    def __init__(self, url: str, key: str, http: aiohttp.ClientSession) -> None:
+        self.url, self.key, self.http = url, key, http
 
     async def say(self, path: str, body: Any = None, key: str | None = None, method: str = "POST") -> tuple[int, Any]:
         """Status and body of an answer; one that may come later is asked for again."""
-        headers = {"Authorization": f"Bearer {self.sessions.key if key is None else key}"}
-        async with self.http.request(method, self.sessions.url + path, json=body, headers=headers) as response:
+        headers = {"Authorization": f"Bearer {self.key if key is None else key}"}
+        async with self.http.request(method, self.url + path, json=body, headers=headers) as response:
+            said = await response.json()
             if response.status == 429:
-                assert response.headers["Retry-After"] == "1"
-            return response.status, await response.json()
+                assert (response.headers["Retry-After"], said["error"]["type"]) == ("1", "no_sample")
+            return response.status, said
 
     async def open(self) -> dict[str, Any]:
         """The next session."""
@@ -39,13 +43,21 @@ class Orchestrator:
         assert got[0] == 200
         return dict(got[1])
 
+    async def asks(self, session: dict[str, Any], key: str | None = None) -> int:
+        """The status of an answer to the agent of a session, which may have another's key."""
+        headers = {"Authorization": f"Bearer {key or session['api_key']}"}
+        asked = {"prompt": [9, 9], "max_tokens": 5}
+        async with self.http.post(f"{session['base_url']}/completions", json=asked, headers=headers) as response:
+            await response.read()
+            return response.status
+
 
 @asynccontextmanager
 async def outside(sessions: Sessions | None = None) -> AsyncIterator[tuple[Orchestrator, asyncio.Task[Any]]]:
     """An orchestrator, and the batch of two groups of one that it works for."""
     sessions = sessions or Sessions()
     config = april.Config(rollout_batch_size=2, n_samples_per_prompt=1, max_response_len=50)
-    engine = april.testing.FakeEngine("f", lengths=5, seconds_per_token=1e-4, vocab_size=VOCAB, eos_token_id=EOS)
+    engine = FakeEngine("f", lengths=5, seconds_per_token=1e-4, vocab_size=VOCAB, eos_token_id=EOS)
     sessions.start()
     async with april.RolloutScheduler(
         config, prompts=[{"token_ids": [9 + i], "name": i} for i in range(9)], tokenizer=TOKENIZER,
@@ -53,7 +65,7 @@ async def outside(sessions: Sessions | None = None) -> AsyncIterator[tuple[Orche
     ) as rollouts, aiohttp.ClientSession() as http:  # fmt: skip
         batch = asyncio.create_task(rollouts.anext_batch())
         try:
-            yield Orchestrator(sessions, http), batch
+            yield Orchestrator(sessions.url, sessions.key, http), batch
         finally:
             batch.cancel()
     sessions.close()
@@ -66,13 +78,8 @@ async def test_each_sample_is_given_once_and_ended_by_what_is_said() -> None:
         assert sessions[0]["id"] != sessions[1]["id"]
         assert (await o.say("/sessions"))[0] == 429
         for i, session in enumerate(sessions):
-            key = {"Authorization": f"Bearer {session['api_key']}"}
-            asked = {"prompt": [9, 9], "max_tokens": 5}
-            async with o.http.post(f"{session['base_url']}/completions", json=asked, headers=key) as response:
-                assert response.status == 200
-            other = {"Authorization": f"Bearer {sessions[not i]['api_key']}"}
-            async with o.http.post(f"{session['base_url']}/completions", json=asked, headers=other) as response:
-                assert response.status == 401
+            assert await o.asks(session) == 200
+            assert await o.asks(session, sessions[not i]["api_key"]) == 401
             for reward in ({"total": float(i), "correct": 1}, 7.0):
                 said = await o.say(f"/sessions/{session['id']}/end", {"reward": reward})
                 assert said == (200, {"id": session["id"], "state": "ended"})
@@ -89,10 +96,7 @@ async def test_another_scheduler_has_sessions_of_its_own() -> None:
             for _ in range(2):
                 session = await o.open()
                 ids.append(session["id"])
-                key = {"Authorization": f"Bearer {session['api_key']}"}
-                asked = {"prompt": [9, 9], "max_tokens": 5}
-                async with o.http.post(f"{session['base_url']}/completions", json=asked, headers=key) as response:
-                    assert response.status == 200
+                assert await o.asks(session) == 200
                 assert (await o.say(f"/sessions/{session['id']}/end", {"reward": reward}))[0] == 200
             assert (await batch).rewards.tolist() == [reward] * 2
     assert sorted(ids[:2]) == sorted(ids[2:])

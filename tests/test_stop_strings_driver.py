@@ -234,47 +234,15 @@ async def test_the_group_is_given_up_after_the_string() -> None:
     rollouts.check_ledger()
 
 
-async def test_turns_match_each_on_their_own() -> None:
-    """A string that lies across a tool's answer and the next turn is none; in the next turn it is one."""
-    turns: list[Completion] = []
-
-    async def rollout(prompt: Prompt, llm: LLM) -> None:
-        turns.append(await llm.generate(max_tokens=3))
-        tool = [*turns[-1].conversation.tolist(), 500, 600]
-        following, _ = synthetic_response(np.array(tool, np.int32), (0, 0), 0, 9, VOCAB, (EOS,))
-        crossing = f"<600><{following[0]}>"
-        inside = f"<{following[2]}><{following[3]}"
-        turns.append(await llm.generate(tool, stop=[crossing, inside]))
-
-    rollouts = Rollouts(table({}, 50), n=1, rollout=rollout, tokenizer=Angles())
-    batch = await rollouts.driver.next_batch()
-    assert [len(t.tokens) for t in turns] == [3, 4]
-    assert batch.samples[0].loss_mask.tolist() == [1] * 3 + [0] * 2 + [1] * 4
-
-
-async def test_min_tokens_of_the_whole_response() -> None:
-    """A string in the first min_tokens is text, also when an abort lies between: the next one counts."""
-    tokens = response(1, LONG)
-    stop = f"<{tokens[3]}><{tokens[4]}>"
-    lengths = table({(0, 0): 5, (1, 0): 60})
-
-    async def rollout(prompt: Prompt, llm: LLM) -> None:
-        await llm.generate(stop=[stop, stop_around(1, 8, 9)], min_tokens=6)
-
-    rollouts = Rollouts(lengths, n=1, over=2, rollout=rollout, tokenizer=Angles(), allow_mismatch=True)
-    await rollouts.driver.next_batch()
-    batches = await until_delivered(rollouts, 1)
-    assert batches[-1].samples[0].tokens.tolist() == tokens[:10]
-    assert batches[-1].samples[0].attempts == 2
-
-
 # ---------------------------------------------------------------- evaluation
 
 
-async def test_evaluations_stop_too() -> None:
-    """The response is cut at the string, the request is ended at the engine, no count of training is touched."""
+@pytest.mark.parametrize("interval", [4.0, None])
+async def test_evaluations_stop_too(interval: float | None) -> None:
+    """The response is cut at the string, the request is ended at an engine that streams, no count of training is
+    touched."""
     lengths = table({}, LONG)
-    engine = RecordingEngine(lengths, stream_interval_s=4.0)
+    engine = RecordingEngine(lengths, stream_interval_s=interval)
     rollouts = Rollouts(lengths, n=1, engines=[engine], tokenizer=Angles())
     sampling = SamplingParams(max_tokens=500, stop=(stop_around(0, 4, 5),))
     result = await rollouts.driver.evaluate([Prompt(prompt_ids(0))], 1, sampling, seed=0)
@@ -282,22 +250,16 @@ async def test_evaluations_stop_too() -> None:
     assert answer.tokens.tolist() == response(0, 6)
     assert answer.finish is FinishReason.STOP
     assert answer.text() == Angles().decode(response(0, 6))
-    assert now() < 9
+    assert rollouts.core.tokens.observed == 0
     (request,) = engine.requests.values()
+    if interval is None:
+        assert engine.aborts == []
+        return
+    assert now() < 9
     assert engine.aborts[-1][1] == (request.attempt_id,)
     # asked to end, and read to that end: closing the stream first would leave some engines generating
     assert engine.yielded[request.attempt_id][-1].finish is EngineFinish.ABORT
     assert (request.stream, request.sampling.stop) == (True, ())
-    assert rollouts.core.tokens.observed == 0
-
-
-async def test_evaluation_of_an_engine_that_answers_at_once() -> None:
-    """One chunk: cut after the fact."""
-    rollouts = Rollouts(table({}, 40), n=1, tokenizer=Angles())
-    sampling = SamplingParams(max_tokens=500, stop=(stop_around(0, 4, 5),))
-    result = await rollouts.driver.evaluate([Prompt(prompt_ids(0))], 1, sampling, seed=0)
-    assert result.responses[0][0].tokens.tolist() == response(0, 6)
-    assert rollouts.engines[0].aborts == []
 
 
 # ---------------------------------------------------------------- what is refused, and text

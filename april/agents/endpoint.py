@@ -233,22 +233,19 @@ class Endpoint:
             session = served.session
             try:
                 answer_task, chat_request = await self._submit(session, dialect, request)
+                answer_task.clients += 1
+                if answer_task.grace_timer:
+                    answer_task.grace_timer.cancel()
+                try:
+                    return await self._send_answer(request, dialect, chat_request, answer_task)
+                finally:
+                    answer_task.clients -= 1
+                    if not answer_task.clients and not answer_task.task.done():
+                        after = self._loop.call_later(self.grace_s, session.cancel_if_abandoned, answer_task)
+                        answer_task.grace_timer = after
             except RequestError as error:
                 served.last_refusal = str(error)
                 raise
-            answer_task.clients += 1
-            if answer_task.grace_timer:
-                answer_task.grace_timer.cancel()
-            try:
-                return await self._send_answer(request, dialect, chat_request, answer_task)
-            except RequestError as error:
-                served.last_refusal = str(error)
-                raise
-            finally:
-                answer_task.clients -= 1
-                if not answer_task.clients and not answer_task.task.done():
-                    after = self._loop.call_later(self.grace_s, session.cancel_if_abandoned, answer_task)
-                    answer_task.grace_timer = after
 
         return handle
 

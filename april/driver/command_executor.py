@@ -76,8 +76,8 @@ class CommandExecutor:
             do.Submit: streams.submit,
             do.Abort: streams.abort,
             do.CallCompleted: samples.call_completed,
-            do.ScoreSample: samples.score_sample,
-            do.ScoreGroup: samples.score_group,
+            do.ScoreSample: samples.score,
+            do.ScoreGroup: samples.score,
             do.JudgeGroup: samples.judge_group,
             do.CancelSample: samples.cancel,
             do.Fence: streams.fence,
@@ -111,8 +111,8 @@ class CommandExecutor:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._broke(error)
 
-    async def stop(self) -> None:
-        """Cancel all functions and requests; those that do not end in time are left running. Engines stay open."""
+    async def close(self) -> None:
+        """Cancel all functions and requests, and close the engines; what does not end in time is left running."""
         self.samples.close()  # first, so that llm.generate also fails in functions that swallow their cancellation
         tasks = list(self._tasks)
         plain_calls = self._user_calls.close()
@@ -128,10 +128,6 @@ class CommandExecutor:
         self.worker_threads.close()
         self.samples.clear()
         self.streams.clear()
-
-    async def close(self) -> None:
-        """Cancel all functions and requests, and close the engines."""
-        await self.stop()
         await self.engine_control.close(self._core.settings.abort_deadline_s)
 
 

@@ -436,10 +436,13 @@ def checked_call(
             "llm.generate was given tokens that do not begin with the prompt and everything generated so far; append "
             "to Completion.conversation ([*completion.conversation, *new]), and never rewrite it"
         )
-    new = token_ids[len(have) :]
-    if len(new) and new.max() >= vocab_size:
-        raise UsageError(f"llm.generate: token id {new.max()} is outside the engine's vocabulary of {vocab_size}")
+    _check_ids(token_ids[len(have) :], vocab_size)
     return token_ids[:longest]
+
+
+def _check_ids(token_ids: Int32, vocab_size: int) -> None:
+    if len(token_ids) and (largest := token_ids.max()) >= vocab_size:
+        raise UsageError(f"llm.generate: token id {largest} is outside the engine's vocabulary of {vocab_size}")
 
 
 def _check_sampling(sampling: SamplingParams, vocab_size: int, can_stop: bool) -> None:
@@ -488,10 +491,7 @@ def check_conversation(
     _check_sampling(sampling, vocab_size, can_stop)
     if token_ids is None or not len(token_ids):
         raise UsageError("llm.generate: a conversation must have tokens")
-    if token_ids.max() >= vocab_size:
-        raise UsageError(
-            f"llm.generate: token id {token_ids.max()} is outside the engine's vocabulary of {vocab_size}"
-        )
+    _check_ids(token_ids, vocab_size)
     if len(token_ids) >= max_context:
         raise UsageError(
             f"llm.generate: a conversation of {len(token_ids)} tokens leaves no room in the context of {max_context} "

@@ -661,7 +661,8 @@ class RolloutDriver:
     def _deliver(self, command: do.Deliver) -> None:
         batch = command.batch
         samples = [sample.id for sample in batch.samples]
-        outputs = {name: output for name in samples if (output := self.executor.samples.output_of(name)) is not None}
+        returned = self.executor.samples.outputs()
+        outputs = {name: returned[name] for name in samples if name in returned}
         self.executor.samples.forget(samples)
         if outputs:
             for sample in batch.samples:  # changed in place, as copying thousands would block the loop

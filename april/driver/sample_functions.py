@@ -153,10 +153,6 @@ class SampleFunctions:
         if end < len(samples):
             asyncio.get_running_loop().call_soon(self.forget, samples, end)
 
-    def output_of(self, sample: SampleId) -> Any:
-        """Return the value that a sample's rollout function returned; None if there is none."""
-        return self._outputs.get(sample)
-
     def outputs(self, *, of_finished: bool = False) -> dict[SampleId, Any]:
         """Return the values (not None) that rollout functions returned, by sample, or only of finished samples."""
         runners = self._runners
@@ -265,20 +261,20 @@ class SampleFunctions:
                 evaluated=evaluation is not None, note_checked=lambda kept: self._post(ev.AnswerChecked(kept)),
             )  # fmt: skip
 
-        def open_endpoint(serve: Any) -> ClientEndpoint:
+        def endpoints() -> ClientEndpoints:
             self._refuse_after_its_end(function)
-            if runner.endpoint is None:
-                if self._functions.endpoints is None:
-                    raise UsageError(NO_ENDPOINT)
-                runner.endpoint = self._functions.endpoints.open(endpoint_sample(), serve)
+            if self._functions.endpoints is None:
+                raise UsageError(NO_ENDPOINT)
+            return self._functions.endpoints
+
+        def open_endpoint(serve: Any) -> ClientEndpoint:
+            there = endpoints()
+            runner.endpoint = runner.endpoint or there.open(endpoint_sample(), serve)
             return runner.endpoint
 
         def open_chat() -> Chat:
-            self._refuse_after_its_end(function)
-            if runner.chat is None:
-                if self._functions.endpoints is None:
-                    raise UsageError(NO_ENDPOINT)
-                runner.chat = self._functions.endpoints.chat(endpoint_sample())
+            there = endpoints()
+            runner.chat = runner.chat or there.chat(endpoint_sample())
             return runner.chat
 
         def ended(output: Any, error: BaseException | None) -> None:
@@ -433,18 +429,10 @@ class SampleFunctions:
 
     # ---------------------------------------------------------------- rewards and filter
 
-    def score_sample(self, command: do.ScoreSample) -> None:
-        """Call the reward function for one sample."""
-        self._score([command.sample])
-
-    def score_group(self, command: do.ScoreGroup) -> None:
-        """Call the group reward function for a group."""
-        self._score(command.group.members)
-
     def responses(self, samples: Iterable[Sample], *, judged: bool = False) -> list[Response]:
         """Return finished samples as responses for reward functions; ``judged`` adds their rewards, for filters."""
         detokenizer = self._functions.detokenizer
-        return [response_of(s, self.output_of(s.id), detokenizer, s.reward if judged else None) for s in samples]
+        return [response_of(s, self._outputs.get(s.id), detokenizer, s.reward if judged else None) for s in samples]
 
     def evaluation_responses(self, groups: Iterable[Group]) -> tuple[tuple[Response, ...], ...]:
         """Return the responses of an evaluation, group by group, and forget its samples."""
@@ -454,7 +442,9 @@ class SampleFunctions:
             self.forget([s.id for s in group.samples])
         return tuple(responses)
 
-    def _score(self, samples: list[Sample]) -> None:
+    def score(self, command: do.ScoreSample | do.ScoreGroup) -> None:
+        """Call the reward function for one sample, or the group reward function for a group."""
+        samples = [command.sample] if isinstance(command, do.ScoreSample) else command.group.members
         runners = [self._runners.setdefault(s.id, _RunningSample(s)) for s in samples]
         first, group, prompt = samples[0].key, samples[0].id.group, samples[0].group.prompt.copy()
         responses = self.responses(samples)

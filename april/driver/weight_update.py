@@ -81,7 +81,7 @@ class WeightUpdate:
                     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             except asyncio.CancelledError as cancellation:
                 cancelled, transfer = cancellation, None
-                updates.cancel(self.number)
+                updates.post(ev.UpdateCancelled(self.number))
         version = self.version.result()
         if cancelled is not None:
             raise cancelled
@@ -239,7 +239,7 @@ class OpenUpdates:
     """
 
     def __init__(self, post: Callable[[ev.Event], None]) -> None:
-        self._post = post
+        self.post = post
         self._open: dict[int, WeightUpdate] = {}
         self._errors: dict[int, BaseException] = {}
         """Errors of engine calls by call number (0 is the transfer), to be raised in the trainer's call."""
@@ -250,7 +250,7 @@ class OpenUpdates:
         self._last += 1
         update.begin(self._last)
         self._open[update.number] = update
-        self._post(
+        self.post(
             ev.UpdateRequested(
                 update=update.number, transfers=update.transfers, sends=update.sender is not None, **request
             )
@@ -266,13 +266,9 @@ class OpenUpdates:
             why = describe(error)
             if isinstance(error, asyncio.CancelledError):
                 why = str(error) or "interrupted"
-            self._post(ev.HandedOver(number, why, update.not_given))
+            self.post(ev.HandedOver(number, why, update.not_given))
         else:
-            self._post(ev.HandedOver(number, None, update.not_given))
-
-    def cancel(self, number: int) -> None:
-        """Tell the core that the caller was cancelled."""
-        self._post(ev.UpdateCancelled(number))
+            self.post(ev.HandedOver(number, None, update.not_given))
 
     def failed(self, call: int, error: BaseException) -> None:
         """Remember the error of an engine call, to raise it in the trainer's call."""
@@ -295,7 +291,7 @@ class OpenUpdates:
     def restore(self, command: do.Restore) -> None:
         """Put the saved state into the core."""
         self._open[command.update].restore()
-        self._post(ev.Restored(command.update))
+        self.post(ev.Restored(command.update))
 
     def end(self, command: do.UpdateEnded) -> None:
         """End an update with its version or error."""
