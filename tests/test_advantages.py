@@ -209,9 +209,11 @@ def test_weights_that_cannot_be() -> None:
         april.loss_weights(MASK, samples=[0])
 
 
-def test_samples_may_have_any_numbers() -> None:
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_samples_may_have_any_numbers(kind: Any) -> None:
     """Those of a micro-batch need not begin at 0; rows of the same sample are one response."""
     expected = [[1 / 16] * 4, [1 / 4, 0, 1 / 4, 0], [0] * 4, [1 / 16] * 4]
     for numbers in ([7, -3, -3, 7], torch.tensor([7, 5, 5, 7])):
-        found = april.loss_weights(MASK[:, :4], samples=numbers)  # type: ignore[arg-type]
+        found = april.loss_weights(kind(MASK[:, :4]), samples=numbers)
+        assert type(found) is type(kind(MASK))
         assert found.tolist() == expected
