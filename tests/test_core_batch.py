@@ -10,7 +10,7 @@ from april.core import commands as do
 from april.core import events as ev
 from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
-from april.core.tape import AttemptTape, Segment, SegmentKind, TokenTape, versions_of
+from april.core.tape import AttemptTape, SegmentKind, TokenTape, versions_of
 from april.core.types import EngineFinish, SampleId
 from april.core.versions import PolicyVersion
 from april.errors import InvariantError
@@ -57,24 +57,6 @@ def test_environment_tokens_have_no_loss_and_no_version_of_their_own_in_stalenes
     assert (tape.generated, tape.oldest_version, tape.newest_version) == (3, V1, V1)
     assert tape.logprobs[[0, 1, 5]].tolist() == [0, 0, 0]
     assert [s.kind for s in tape.segments] == [ENVIRONMENT, GENERATED, ENVIRONMENT]
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        ({"tokens": np.arange(3), "logprobs": np.zeros(3)}, "cover 4 of 3"),
-        ({"logprobs": np.zeros(3)}, "4 tokens but 3"),
-        ({"segments": [Segment(2, 2, V1, GENERATED, "a", "e", 1.0)]}, "not contiguous"),
-        ({"segments": [Segment(2 * i, 2, v, GENERATED, "a", "e", 1.0) for i, v in enumerate((V1, V0))]}, "after"),
-    ],
-    ids=["tokens", "logprobs", "gap", "order"],
-)
-def test_check_finds_what_does_not_fit(damage: dict[str, object], words: str) -> None:
-    """Lengths, contiguous segments, versions: each contradiction is named."""
-    tape = tape_of((2, V0), (2, V1))
-    for name, value in damage.items():
-        setattr(tape, name, value)
-    assert words in str(tape.check())
 
 
 # ---------------------------------------------------------------- batches
