@@ -269,26 +269,6 @@ def test_what_comes_too_late_changes_nothing() -> None:
     assert m.sample(0).generated == 3
 
 
-def test_in_an_evaluation_conversations_are_the_evaluations() -> None:
-    """Forks, twins and unheard calls count in its own ledger."""
-    m = began(engines=(A,))
-    m.say(P)
-    m.returns()
-    m.update()
-    m.evaluate(1)
-    ((group, index),) = [key for key in m.alive if key[0]]
-    of = (group, index)
-    m.say(P, 3, of)
-    m.say([*P, 20], 4, of)
-    number = m.call([*P, 21], of)
-    m.unheard(number, of=of)
-    m.finish_aborts()
-    m.returns(of)
-    (ended,) = [c for c in m.commands if isinstance(c, do.EvaluationDone)]
-    (sample,) = ended.groups[0].samples
-    assert [len(chain.tape) for chain in sample.chains] == [3, 4]
-
-
 # ---------------------------------------------------------------- rows of a batch
 
 

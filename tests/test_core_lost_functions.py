@@ -83,21 +83,6 @@ def only_batch(m: Processes) -> list[list[int]]:
     return [s.tokens.tolist() for s in batch.samples]
 
 
-# ---------------------------------------------------------------- functions that run
-
-
-def test_a_function_that_has_asked_for_nothing_gives_its_place_back() -> None:
-    """And takes it again when it is started anew."""
-    m = machine(auto_call=False, max_in_flight=1)
-    assert m.core.context.places.startable() == 0
-    assert [type(c) for c in m.lose(0)] == [do.StartSample]
-    assert m.core.context.places.startable() == 0
-    assert m.sample(0).chains[0].replay is None
-    m.call(m.sample(0).id)
-    m.finish(0)
-    assert only_batch(m) == [expected()]
-
-
 def test_a_loss_that_is_told_too_late_is_none() -> None:
     """Of a function that has returned, or of a sample that is settled: nothing is begun again."""
     m = machine(auto_score=False)

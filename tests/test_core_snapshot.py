@@ -184,13 +184,6 @@ def test_engines_with_other_log_probabilities() -> None:
         assert running(tokens).restarted(engines=engines).core.engines.logprob_kind == kind
 
 
-def test_only_a_fresh_core_takes_a_state() -> None:
-    """What is there already would be lost."""
-    m = load(saved())
-    with pytest.raises(CheckpointError, match="before the first batch and weight update"):
-        snapshot.restore(m.core, saved())
-
-
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every place in a state, except the prompts' own data and totals that nothing depends on."""
     found = [path] if path else []
