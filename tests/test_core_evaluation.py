@@ -106,6 +106,30 @@ def test_its_seeds_are_those_of_the_call() -> None:
         m.answer()  # the engine that broke off is found well
 
 
+def test_training_gives_way_and_goes_on() -> None:
+    """Its requests are ended first; no count of it moves; the step goes on with what it had."""
+    m = Machine()
+    m.ask()
+    for attempt_id in m.of(evaluation=False):
+        m.tokens(attempt_id, 2)
+    number = m.evaluates()
+    assert m.abort_asked == set(m.of(evaluation=False))
+    assert not m.running
+    m.finish_aborts()
+    counters, tokens = m.core.counters.copy(), m.core.tokens.as_dict()
+    assert m.running
+    m.finish_evaluation()
+    again = sum(len(a.request.token_ids) for a in m.in_flight.values())
+    counted = {"attempts": 6, "resumed_attempts": 6, "reprefill_tokens": again}
+    assert (m.core.counters - counters, m.core.tokens.as_dict()) == (counted, tokens)
+    (*groups,) = m.results[number].groups
+    samples = [s for g in groups for s in g.samples]
+    assert [len(s.chains[0].tape) for s in samples] == [m.length(*s.id) for s in samples]
+    while m.in_flight:
+        m.end(min(m.in_flight))
+    assert len(m.batches) == 1
+
+
 def test_an_update_waits_for_it_and_it_for_an_update() -> None:
     """Neither begins while the other runs, and each in the order in which they were asked for."""
     m = Machine(places=12)
