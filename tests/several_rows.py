@@ -1,6 +1,8 @@
-"""A batch in which samples have several rows, made by hand."""
+"""Rows made by hand, and a batch in which samples have several of them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -10,17 +12,26 @@ from april.core.types import FinishReason, Prompt, SampleId
 from april.core.versions import FIRST_VERSION
 
 
+def delivered(group: int, index: int, count: int = 1, **changes: Any) -> DeliveredSample:
+    """A row of so many tokens, all of which have loss, without segments unless ``changes`` say more."""
+    values = {
+        "prompt": Prompt(np.zeros(1, np.int32)), "tokens": np.zeros(count, np.int32),
+        "logprobs": np.zeros(count, np.float32), "loss_mask": np.ones(count, np.uint8), "segments": (),
+        "staleness": 0, "reward": 0.0, "cohort": (), "finish": FinishReason.STOP, "attempts": 1, "resumes": 0,
+    }  # fmt: skip
+    return DeliveredSample(id=SampleId(group, index), **(values | changes))
+
+
 def row(group: int, index: int, chain: int, prompt: list[int], tokens: int) -> DeliveredSample:
     """A row of a batch."""
-    return DeliveredSample(
-        id=SampleId(group, index),
+    return delivered(
+        group, index,
         prompt=Prompt(np.array(prompt, np.int32), {"group": group}, 2, group),
         tokens=np.arange(tokens, dtype=np.int32),
         logprobs=np.full(tokens, -0.5, np.float32),
         loss_mask=np.array([0] + [1] * (tokens - 1), np.uint8),
         segments=(Segment(0, tokens, FIRST_VERSION, SegmentKind.GENERATED, f"a{chain}", "e", 1.0),),
-        staleness=chain, reward=float(index), cohort=((0, 0.0), (1, 1.0)), finish=FinishReason.STOP, attempts=3,
-        resumes=1, chain=chain,
+        staleness=chain, reward=float(index), cohort=((0, 0.0), (1, 1.0)), attempts=3, resumes=1, chain=chain,
     )  # fmt: skip
 
 

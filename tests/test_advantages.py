@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from several_rows import delivered
 
 import april
 from april.core.batch import Batch, DeliveredSample
-from april.core.types import FinishReason, Prompt, SampleId
 from april.corrections.advantages import METHODS, first_others, process_advantages
 from april.corrections.loss_weights import BatchShare
 
@@ -43,15 +43,6 @@ def compared_with(order: Sequence[int], k: int, index: int) -> list[int]:
     return found
 
 
-def delivered(group: int, index: int, reward: float, cohort: tuple[tuple[int, float], ...]) -> DeliveredSample:
-    token = np.zeros(1, np.int32)
-    return DeliveredSample(
-        id=SampleId(group, index), prompt=Prompt(token), tokens=token, logprobs=np.zeros(1, np.float32),
-        loss_mask=np.ones(1, np.uint8), segments=(), staleness=0, reward=reward, cohort=cohort,
-        finish=FinishReason.STOP, attempts=1, resumes=0,
-    )  # fmt: skip
-
-
 def batch_of(samples: Sequence[DeliveredSample]) -> Batch:
     return Batch(id=0, version=april.PolicyVersion(1, 0), samples=tuple(samples), group_sizes=(), metrics={})
 
@@ -72,7 +63,7 @@ def test_the_textbook_on_random_groups(method: Any, quorum: float) -> None:
         order = rng.sample(range(n), n)
         cohort = tuple((i, rewards[i]) for i in order[:k])
         for index in rng.sample(range(n), rng.randint(1, n)):
-            samples.append(delivered(group, index, rewards[index], cohort))
+            samples.append(delivered(group, index, reward=rewards[index], cohort=cohort))
             others = [rewards[i] for i in compared_with(order, k, index)]
             assert samples[-1].baseline_rewards.tolist() == np.array(others, np.float32).tolist()
             expected.append(textbook(method, rewards[index], others))
@@ -87,7 +78,7 @@ def test_whole_groups_are_the_textbook_of_the_group(ddof: int) -> None:
     """(r - mean) / std over each group, as a matrix, with numpy's own mean and std; ddof=1 is torch's."""
     rewards = np.random.default_rng(0).normal(size=(64, 8))
     cohorts = [tuple(enumerate(row)) for row in rewards.tolist()]
-    samples = [delivered(g, i, rewards[g, i], cohorts[g]) for g in range(64) for i in range(8)]
+    samples = [delivered(g, i, reward=rewards[g, i], cohort=cohorts[g]) for g in range(64) for i in range(8)]
     found = batch_of(samples).advantages(epsilon=1e-4, ddof=ddof).reshape(64, 8)
     centred = rewards - rewards.mean(1, keepdims=True)
     assert found == pytest.approx(centred / (rewards.std(1, ddof=ddof, keepdims=True) + 1e-4), rel=1e-5)
@@ -100,7 +91,7 @@ def test_equal_rewards_have_no_advantage_at_all(method: Any) -> None:
     """Exactly 0, with rewards that no float holds exactly, groups of any size, and epsilon 0."""
     for k in (2, 3, 5, 7):
         cohort = tuple((i, 0.1) for i in range(k))
-        batch = batch_of([delivered(0, i, 0.1, cohort) for i in range(k + 2)])
+        batch = batch_of([delivered(0, i, reward=0.1, cohort=cohort) for i in range(k + 2)])
         assert batch.advantages(method, epsilon=0.0).tolist() == [0.0] * (k + 2)
 
 
@@ -111,7 +102,8 @@ def test_rewards_whose_spread_is_no_number() -> None:
 
 def test_without_siblings() -> None:
     """A group of one: the textbook's r - mean is 0; rloo has nothing to compare with, and says what to do."""
-    batch = batch_of([delivered(0, 0, 1.0, ((0, 1.0), (1, 0.0))), delivered(1, 0, 1.0, ((0, 1.0),))])
+    cohorts = ((0, 1.0), (1, 0.0)), ((0, 1.0),)
+    batch = batch_of([delivered(group, 0, reward=1.0, cohort=cohort) for group, cohort in enumerate(cohorts)])
     assert [batch.advantages(m)[1] for m in ("grpo", "dr_grpo", "dapo", "gspo")] == [0.0] * 4
     with pytest.raises(ValueError, match=r"response 1 has no sibling, .* set n_samples_per_prompt .* to at least 2"):
         batch.advantages("rloo")
@@ -209,9 +201,11 @@ def test_weights_that_cannot_be() -> None:
         april.loss_weights(MASK, samples=[0])
 
 
-def test_samples_may_have_any_numbers() -> None:
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_samples_may_have_any_numbers(kind: Any) -> None:
     """Those of a micro-batch need not begin at 0; rows of the same sample are one response."""
     expected = [[1 / 16] * 4, [1 / 4, 0, 1 / 4, 0], [0] * 4, [1 / 16] * 4]
     for numbers in ([7, -3, -3, 7], torch.tensor([7, 5, 5, 7])):
-        found = april.loss_weights(MASK[:, :4], samples=numbers)  # type: ignore[arg-type]
+        found = april.loss_weights(kind(MASK[:, :4]), samples=numbers)
+        assert type(found) is type(kind(MASK))
         assert found.tolist() == expected

@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from several_rows import delivered
 from tiny_models import tiny_model
 
 import april
 from april.core.batch import Batch, DeliveredSample, deliver_sample
 from april.core.tape import AttemptTape, Segment, SegmentKind
-from april.core.types import FinishReason, Group, Prompt, SampleId
+from april.core.types import FinishReason, Group, Prompt
 from april.core.versions import PolicyVersion, VersionClock
 from april.corrections.loss_weights import BatchShare
 
@@ -179,22 +180,6 @@ def test_tensors(rows: Rows) -> None:
             assert np.array_equal(tensor.numpy(), arrays[name]), name
 
 
-def test_a_share_without_samples_has_extras() -> None:
-    """With no rows, and of the same shape and type: every rank has the same arrays."""
-    sample = sample_of(7, 0, [1, 2, 3], ((0, 0.875), (1, 1.875)))
-    rows = np.ones((len(sample.prompt.token_ids) + len(sample.tokens) - 1, 4, 2), np.uint8)
-    sample = replace(sample, extras={"routed_experts": rows})
-    batch = Batch(
-        id=0, version=PolicyVersion(0, 2), samples=(sample,), group_sizes=(1,), metrics={"off_policy_share": 0.5}
-    )
-    full, empty = batch.split(2)
-    for of, none in ((full.padded(), empty.split(2)[1].padded()), (full.ragged(), empty.ragged())):
-        assert list(of) == list(none)
-        assert none["routed_experts"].shape == (0, *none["routed_experts"].shape[1:-2], 4, 2)
-        assert none["routed_experts"].dtype == np.uint8
-    assert empty.ragged()["extras_offsets"].tolist() == [0]
-
-
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.int8])
 def test_extras_stay_numbers(kind: type[np.integer[Any]]) -> None:
     """Rows of small unsigned numbers, such as ids of experts, are no masks: they become int64."""
@@ -261,13 +246,12 @@ def sample_of(group: int, index: int, spans: list[int], cohort: tuple[tuple[int,
         segments.append(Segment(start, count, PolicyVersion(0, n), kind, f"a{group}.{index}.{n}", "e", 1.0))
         start += count
     first = 1000 * group + 50 * index
-    return DeliveredSample(
-        id=SampleId(group, index), prompt=Prompt(np.arange(first, first + 1 + group % 4, dtype=np.int32)),
+    return delivered(
+        group, index, prompt=Prompt(np.arange(first, first + 1 + group % 4, dtype=np.int32)),
         tokens=np.arange(first, first + start, dtype=np.int32),
         logprobs=-np.arange(1, start + 1, dtype=np.float32),
         loss_mask=np.array([n > 0 for n, count in enumerate(spans) for _ in range(count)], np.uint8),
         segments=tuple(segments), staleness=2, reward=float(index % 3) + group / 8, cohort=cohort,
-        finish=FinishReason.STOP, attempts=1, resumes=0,
     )  # fmt: skip
 
 
@@ -345,23 +329,30 @@ def test_the_losses_of_all_shares_are_the_loss_of_the_batch(batch: Batch, ranks:
 
 
 def test_an_empty_share_works() -> None:
-    """Fewer samples than ranks: arrays with no rows, of the same names and types; a whole batch is its own share."""
+    """Fewer samples than ranks: arrays with no rows, of the same names, types and shapes, those of extras among them.
+
+    A whole batch is its own share, and a share of nothing may be split.
+    """
+    sample = sample_of(7, 0, [1, 2, 3], ((0, 0.875), (1, 1.875)))
+    count = len(sample.prompt.token_ids) + len(sample.tokens) - 1
+    sample = replace(sample, extras={"routed_experts": np.ones((count, 4, 2), np.uint8)})
     batch = Batch(
-        id=0, version=PolicyVersion(0, 2), samples=(sample_of(7, 0, [1, 2, 3], ((0, 0.875), (1, 1.875))),),
-        group_sizes=(1,), metrics={"off_policy_share": 0.5},
-    )  # fmt: skip
+        id=0, version=PolicyVersion(0, 2), samples=(sample,), group_sizes=(1,), metrics={"off_policy_share": 0.5}
+    )
     assert batch.share == BatchShare(0, 1, 1, 5)
     first, empty = batch.split(2)
     assert len(first) == 1
     assert repr(empty).startswith("<Batch 0 share 1 of 2 version=0.2 groups=0 samples=0 tokens=0 off_policy_share=0.5")
     for left in (False, True):
-        full, none = batch.padded(left_pad_prompts=left), empty.padded(left_pad_prompts=left)
+        full, none = batch.padded(left_pad_prompts=left), empty.split(2)[1].padded(left_pad_prompts=left)
+        assert none["routed_experts"].shape[2:] == (4, 2)
         assert {k: (v.dtype, v.ndim, 0) for k, v in full.items()} == {
             k: (v.dtype, v.ndim, len(v)) for k, v in none.items()
         }
         april.to_torch(none)
     flat = empty.ragged()
-    assert flat["prompt_offsets"].tolist() == flat["response_offsets"].tolist() == [0]
+    for name in ("prompt_offsets", "response_offsets", "extras_offsets"):
+        assert flat[name].tolist() == [0]
     assert {k: v.dtype for k, v in flat.items()} == {k: v.dtype for k, v in batch.ragged().items()}
     assert all(empty.advantages(m).shape == (0,) for m in ("grpo", "dr_grpo", "rloo", "dapo", "gspo"))
     assert (empty.token_ages.shape, empty.token_ages.dtype) == ((0,), np.int32)

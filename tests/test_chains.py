@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from chain_machine import FIRST, ChainMachine, P, check_rows
 from core_machine import A, B, settings
 
@@ -15,7 +14,6 @@ from april.core import events as ev
 from april.core.batch import Batch
 from april.core.types import FinishReason, OnStale, SampleId, SampleState
 from april.corrections.advantages import Method
-from april.corrections.loss_weights import loss_weights
 
 
 def began(engines: tuple[Any, ...] = (A,), *, auto_score: bool = True, **changes: Any) -> ChainMachine:
@@ -271,26 +269,6 @@ def test_what_comes_too_late_changes_nothing() -> None:
     assert m.sample(0).generated == 3
 
 
-def test_in_an_evaluation_conversations_are_the_evaluations() -> None:
-    """Forks, twins and unheard calls count in its own ledger."""
-    m = began(engines=(A,))
-    m.say(P)
-    m.returns()
-    m.update()
-    m.evaluate(1)
-    ((group, index),) = [key for key in m.alive if key[0]]
-    of = (group, index)
-    m.say(P, 3, of)
-    m.say([*P, 20], 4, of)
-    number = m.call([*P, 21], of)
-    m.unheard(number, of=of)
-    m.finish_aborts()
-    m.returns(of)
-    (ended,) = [c for c in m.commands if isinstance(c, do.EvaluationDone)]
-    (sample,) = ended.groups[0].samples
-    assert [len(chain.tape) for chain in sample.chains] == [3, 4]
-
-
 # ---------------------------------------------------------------- rows of a batch
 
 
@@ -329,37 +307,6 @@ def test_rows_of_a_sample_are_together_and_have_its_reward_and_advantage() -> No
             assert len(set(advantages[rows].tolist())) == 1
         assert advantages[0] == -advantages[1] != 0
         assert advantages[4] == -advantages[6] != 0
-
-
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-@pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo", "dapo", "gspo"])
-def test_loss_weights_of_samples(method: Any, kind: str) -> None:
-    """A sample weighs what its method says, with its rows taken as one response; shares sum up to the whole."""
-    batch = delivered(three_samples())
-    arrays = batch.padded()
-    mask, numbers = arrays["loss_mask"], batch.sample_numbers
-
-    def weights(part: Batch) -> np.ndarray[Any, Any]:
-        given = part.padded()["loss_mask"]
-        how: dict[str, Any] = {"share": part.share, "samples": part.sample_numbers, "max_response_len": 50}
-        found = loss_weights(torch.from_numpy(given) if kind == "torch" else given, method, **how)
-        return np.asarray(found)
-
-    found = weights(batch)
-    trained = mask.astype(np.float64)
-    of_sample = np.array([trained[numbers == number].sum() for number in numbers])
-    count = len(set(numbers.tolist()))
-    direct = {
-        "dr_grpo": trained / (count * 50),
-        "rloo": trained / count,
-        "dapo": trained / trained.sum(),
-    }.get(method, trained / (count * of_sample)[:, None])
-    np.testing.assert_allclose(found, direct, rtol=1e-6)
-    alone = loss_weights(mask, method, samples=numbers, max_response_len=50)
-    np.testing.assert_allclose(alone, direct, rtol=1e-6)
-    for ranks in (2, 3):
-        parts = [weights(part).sum() for part in batch.split(ranks)]
-        assert sum(parts) == pytest.approx(direct.sum(), rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])

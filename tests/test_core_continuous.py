@@ -55,23 +55,6 @@ class Machine(CoreMachine):
         return {i for c in self.commands if isinstance(c, do.Abort) for i in c.attempt_ids}
 
 
-def test_admission_ends_where_the_plan_says_and_goes_on_with_an_update() -> None:
-    """Undelivered groups are never more than (max_staleness - out + 1) * N; the update makes room for N more."""
-    m = Machine(9, n=2, samples=1, max_in_flight=40, max_staleness=2)
-    m.ask()
-    assert len(m.core.buffer) == 6
-    m.finish(0, 1)
-    assert (len(m.batches), len(m.core.buffer)) == (1, 4)
-
-    m.ask()
-    m.finish(2, 3)
-    assert (len(m.batches), len(m.core.buffer)) == (2, 2)
-
-    m.new_weights()
-    assert len(m.core.buffer) == 4
-    assert m.core.counters["aborted_attempts"] == 2
-
-
 def test_an_evaluation_cuts_nothing_and_an_update_waits_for_it() -> None:
     """Its requests have places beyond max_in_flight and leave training its own; the weights stay until it has ended."""
     m = Machine(9, n=2, samples=1, max_in_flight=2)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from core_machine import EOS, A, B, C, CoreMachine, asked, settings, timers
-from update_player import Server, UpdatePlayer, limits_of
+from update_player import Server, UpdatePlayer, limits_of, play
 
 from april.core import commands as do
 from april.core import events as ev
@@ -118,28 +117,6 @@ def test_an_engine_that_has_more_joins_and_promises_stay() -> None:
 
 
 # ---------------------------------------------------------------- with which weights
-
-
-def test_later_an_engine_gets_the_weights_of_the_last_directory() -> None:
-    """It is probed, paused, loaded and resumed, and takes requests then."""
-    m = machine(n=2, engines=(SMALL,))
-    updated(m, "/1")
-    commands = answer(m, joined(m, B))
-    assert engines_in_use(m) == ["a"]
-    load = load_of(commands)
-    assert (load.engine, load.version, load.path) == ("b", PolicyVersion(0, 1), "/1")
-    answer(m, answer(m, commands))
-    assert engines_in_use(m) == ["a", "b"]
-
-
-def test_after_a_transfer_an_engine_waits_for_the_next_update() -> None:
-    """Nobody knows where its weights are; the next update reaches it."""
-    m = machine(n=2, engines=(SMALL,))
-    updated(m, None)
-    assert warnings(joined(m, B)) == ["engine b does not have the current weights and waits for the next weight update"]
-    assert engines_in_use(m) == ["a"]
-    updated(m, None)
-    assert engines_in_use(m) == ["a", "b"]
 
 
 def test_an_engine_that_comes_anew_has_nothing_cached() -> None:
@@ -350,24 +327,6 @@ def test_an_evaluation_waits_for_engines_that_may_join_and_not_for_ever(comes: b
         assert end == do.EvaluationFailed(1, "all engines have left", AttemptFailure.BROKE_OFF)
 
 
-@pytest.mark.parametrize("phase", [Phase.PAUSING, Phase.LOADING, Phase.RESUMING])
-@pytest.mark.parametrize("engines", [(A,), (A, B)])
-def test_an_update_does_not_wait_for_an_engine_that_left(phase: Phase, engines: tuple[EngineLimits, ...]) -> None:
-    """In whatever phase: it goes on with the others, and one that is alone no longer ends it."""
-    m = machine(n=2, engines=engines)
-    commands = requested(m)
-    while m.core.updates.phase is not phase:
-        commands = answer(m, commands)
-    left = m.post(ev.EnginesLeft(["a"]))
-    calls = [c for c in [*commands, *left] if getattr(c, "engine", "") == "b"]
-    while m.core.updates.running:
-        calls = answer(m, calls)
-    assert m.core.clock.current == PolicyVersion(0, 1)
-    assert list(m.core.engines.states) == [e.name for e in engines[1:]]
-    m.post(ev.EnginesJoined([C]))
-    assert m.core.engines.states["c"].quarantined
-
-
 @pytest.mark.parametrize("phase", [Phase.PAUSING, Phase.LOADING])
 def test_engines_that_leave_together_are_asked_for_nothing_more(phase: Phase) -> None:
     """The first of them does not make the update go on to the second."""
@@ -458,17 +417,8 @@ class ComingAndGoing(UpdatePlayer):
 
 def test_at_random_no_request_goes_to_an_engine_with_other_weights() -> None:
     """In every phase of an update; all updates end, and in the end all engines have the present weights."""
-    seen: Counter[str] = Counter()
-    for seed in range(90):
-        player = ComingAndGoing(seed, 1 + seed % 3, list(OnWeightUpdate)[seed // 3 % 3])
-        try:
-            for _ in range(300):
-                player.one_event()
-            player.end_well()
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-        seen += player.seen
+    modes = list(OnWeightUpdate)
+    seen = play(range(90), lambda seed: ComingAndGoing(seed, 1 + seed % 3, modes[seed // 3 % 3]), 300)
     phases = set(Phase) - {Phase.RESTORING, Phase.CHECKING}
     wanted = {f"{what} while {phase}" for what in ("joins", "leaves") for phase in phases}
     wanted.add("adopted without an engine")

@@ -1,15 +1,16 @@
-"""Requests that live through weight updates, in the core: which go on, which end, and what their tokens are called."""
+"""Requests that live through weight updates, in the core: which go on, which end, and what their tokens are called.
+
+test_core_weight_updates plays them at random.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from core_machine import CoreMachine, settings
-from seeds import seeds
-from update_player import UpdatePlayer, limits_of
+from update_player import limits_of
 
 from april.core import commands as do
 from april.core import events as ev
@@ -22,43 +23,6 @@ from april.core.weight_updates import Phase
 KEEP, RECOMPUTE = OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE
 V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
 CALLS = (do.PauseEngine, do.LoadEngine, do.ResumeEngine)
-_seen: Counter[str] = Counter()
-
-
-def play(seed: int, in_flight: OnWeightUpdate) -> UpdatePlayer:
-    """A run of 400 random events, with everything checked after each, and its end."""
-    player = UpdatePlayer(seed, engines=1 + seed % 3, silent=seed % 4 == 3, in_flight=in_flight)
-    for _ in range(400):
-        player.one_event()
-    player.end_well()
-    return player
-
-
-@pytest.mark.parametrize("in_flight", [KEEP, RECOMPUTE])
-@pytest.mark.parametrize("block", seeds(6))
-def test_random_events(block: int, in_flight: OnWeightUpdate) -> None:
-    """No request goes on under torn weights, or begins over keys of older ones; marks are right; every update ends."""
-    for seed in range(block, 60, 6):
-        try:
-            _seen.update(play(seed, in_flight).seen)
-        except BaseException as error:
-            error.add_note(f"seed {seed}")
-            raise
-
-
-@pytest.mark.no_cover
-def test_random_events_reach_all_of_it() -> None:
-    """Requests live through updates that succeed and that fail, and are recalled in all the ways there are."""
-    wanted = {"goes on over an update", "delivered over an update", "transfer broken=True", "refused and torn"}
-    wanted |= {f"cancelled while {phase}" for phase in ("pausing", "recalling", "handing over", "loading")}
-    wanted |= {f"ended: cancelled={c}, failed={f}" for c in (False, True) for f in (False, True)}
-    seen = set(_seen)
-    for seed in range(60):  # what other processes have played is not known here
-        seen |= set() if wanted <= seen else set(play(seed, KEEP).seen)
-    assert wanted <= seen, wanted - seen
-
-
-# ---------------------------------------------------------------- one thing at a time
 
 
 class Kept(CoreMachine):
@@ -99,24 +63,6 @@ class Kept(CoreMachine):
         return self.core.updates.phase
 
 
-def test_requests_with_tokens_go_on_and_others_are_sent_again() -> None:
-    """With keep, one without a token ends before the weights come, and goes out again under the new version."""
-    m = Kept()
-    m.update()
-    assert not m.abort_asked
-    m.answer()
-    assert (m.phase, m.abort_asked) == (Phase.RECALLING, {m.silent.id})
-    assert not m.calls
-    m.finish_aborts()
-    assert m.phase is Phase.LOADING
-    m.answer()
-    m.answer()
-    assert (m.phase, m.core.clock.current) == (Phase.IDLE, V1)
-    assert {m.first.id, m.second.id} < set(m.in_flight)
-    again = m.attempt(*m.silent.sample.id)
-    assert (again.id != m.silent.id, again.oldest, m.first.oldest) == (True, V1, V0)
-
-
 @pytest.mark.parametrize("streams", [True, False])
 def test_who_answers_whole_is_asked_for_no_stream(streams: bool) -> None:
     """Tokens that arrive one by one cost april more than all that it does otherwise."""
@@ -150,22 +96,6 @@ def test_kept_tokens_are_marked_through_batches_and_saved_states() -> None:
     assert rows[m.silent.sample.id.index].kept_mask.tolist() == [0] * 20
     assert batch.metrics["kept_share"] == pytest.approx((15 + 16) / 60)
     assert batch.padded()["kept_mask"].sum() == batch.ragged()["kept_mask"].sum() == 31
-
-
-def test_a_broken_transfer_ends_what_engines_have_kept() -> None:
-    """Half-written weights are never generated from: requests end, with what they had, before the engines resume."""
-    m = Kept()
-    m.update(path=None, transfers=True)
-    m.answer()
-    m.finish_aborts()
-    assert m.phase is Phase.HANDING_OVER
-    m.post(ev.HandedOver(1, "no route"))
-    assert (m.phase, m.abort_asked) == (Phase.RECALLING, {m.first.id, m.second.id})
-    assert not m.calls
-    m.finish_aborts()
-    m.answer()
-    assert (m.phase, m.in_flight, m.core.tokens.held, m.dropped) == (Phase.IDLE, {}, 9, {})
-    assert m.core.updates.half_updated
 
 
 @pytest.mark.parametrize("result", [ev.CallResult.BUSY, ev.CallResult.OTHER_CONTENT, ev.CallResult.REFUSED])

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import pytest
 from core_machine import EOS, A, B, CoreMachine, asked
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core.sampling import SamplingParams
 from april.core.types import (
-    EngineFinish,
-    FinishReason,
-    RecordedCall,
     SampleId,
     SampleState,
 )
@@ -85,69 +81,6 @@ def only_batch(m: Processes) -> list[list[int]]:
     m.check_ledger()
     assert m.dropped == {}
     return [s.tokens.tolist() for s in batch.samples]
-
-
-# ---------------------------------------------------------------- functions that run
-
-
-def test_a_function_that_has_asked_for_nothing_gives_its_place_back() -> None:
-    """And takes it again when it is started anew."""
-    m = machine(auto_call=False, max_in_flight=1)
-    assert m.core.context.places.startable() == 0
-    assert [type(c) for c in m.lose(0)] == [do.StartSample]
-    assert m.core.context.places.startable() == 0
-    assert m.sample(0).chains[0].replay is None
-    m.call(m.sample(0).id)
-    m.finish(0)
-    assert only_batch(m) == [expected()]
-
-
-@pytest.mark.parametrize("end", ["eos", "stop string", "length", "eos of an engine that breaks off"])
-def test_a_call_that_is_complete_when_its_attempt_ends_is_answered_from_the_tape(end: str) -> None:
-    """Nothing is generated behind its last token, whatever has ended it; a stop string only the driver knows of."""
-    m = machine(max_response_len=1000)
-    attempt_id = m.attempt(0).id
-    m.lose(0)
-    if end == "length":
-        m.length = lambda g, i: 2000
-    m.tokens(attempt_id, 7 if end == "stop string" else 1000)
-    attempt = m.in_flight.pop(attempt_id)
-    attempt.tape.stopped = end == "stop string"
-    if "breaks off" in end:
-        m.post(ev.AttemptFailed.of(attempt, "reset"))
-    else:
-        m.post(ev.AttemptEnded.of(attempt, EngineFinish.ABORT))
-    assert not m.in_flight
-    assert m.started[0, 0] == 2
-    assert m.core.counters["attempts"] == 1
-    (sample,) = m.batches[0].samples
-    assert sample.finish == (FinishReason.LENGTH if end == "length" else FinishReason.STOP)
-    assert len(sample.tokens) == {"stop string": 7, "length": 1000}.get(end, 20)
-
-
-def test_a_replay_that_is_lost_in_the_middle_is_remembered_whole() -> None:
-    """What was answered again, and what was still to be."""
-    m = machine(turns=9, auto_call=False, max_attempt_failures=9)
-    sample = m.sample(0)
-    m.call(sample.id)
-    for _ in range(2):
-        m.finish(0)  # it asks again at once
-    attempt = m.attempt(0).id
-    m.lose(0)
-    m.end(attempt, 3)
-    for answered in (0, 1, 2):
-        assert sample.chains[0].replay is not None
-        calls = [RecordedCall(0, 6, FinishReason.LENGTH), RecordedCall(6, 12, FinishReason.LENGTH)]
-        assert list(sample.chains[0].replay.calls) == calls
-        assert sample.chains[0].replay.open_start == 12
-        for _ in range(answered):
-            m.core.handle(ev.CallMade(sample.id, SamplingParams(max_tokens=FIRST_CALL)))
-        assert len(sample.chains[0].replay.calls) == 2 - answered
-        m.lose(0)
-    m.turns = 3
-    m.call(sample.id)
-    m.finish(0)
-    assert only_batch(m) == [expected()]
 
 
 def test_a_loss_that_is_told_too_late_is_none() -> None:

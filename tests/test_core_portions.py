@@ -49,18 +49,6 @@ def test_no_event_starts_more_than_a_portion(monkeypatch: pytest.MonkeyPatch) ->
     assert [a.sample.id for a in m.in_flight.values()] == [(group, index) for group in range(24) for index in range(4)]
 
 
-def test_what_was_cut_is_sent_again_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step begins with everything that the last one has left."""
-    m = CoreMachine(MANY, dict.fromkeys(range(12), 5) | dict.fromkeys(range(12, 36), 50))
-    m.ask()
-    m.finish(*range(12))
-    in_portions(monkeypatch)
-    found = commands_of_each_event(m)
-    m.next_step()
-    assert max(sum(isinstance(c, do.Submit) for c in commands) for commands in found) == 4
-    assert len(m.in_flight) == 96
-
-
 def test_nothing_is_started_until_the_next_portion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between Continue and Continued the loop runs what else is due, and events of that time start nothing."""
     in_portions(monkeypatch, samples=1000)

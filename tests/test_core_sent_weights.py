@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from core_machine import A, B, C, CoreMachine
-from test_core_engines_come_and_go import answer, found, joined, load_of, machine, requested, updated, warnings
+from test_core_engines_come_and_go import answer, joined, machine, requested, updated, warnings
 
 from april.core import commands as do
 from april.core import events as ev
 from april.core.engine_table import EngineWeights
-from april.core.versions import FIRST_VERSION, PolicyVersion
+from april.core.versions import PolicyVersion
 
 ONE, TWO = replace(A, remote=True), replace(B, remote=True)
 V1 = PolicyVersion(0, 1)
@@ -37,43 +36,6 @@ def test_the_engines_that_are_paused_are_named() -> None:
     m.post(ev.EngineCallEnded("b", pauses["b"].call, ev.CallResult.UNREACHABLE, "gone"))
     commands = m.post(ev.EngineCallEnded("a", pauses["a"].call, ev.CallResult.DONE))
     assert [c.engines for c in commands if isinstance(c, do.HandOver)] == [("a",)]
-
-
-@pytest.mark.parametrize("torn", [True, False])
-def test_one_of_two_did_not_get_them(torn: bool) -> None:
-    """It is left out by a sentence and gets no requests; the other one goes on, and the next update reaches both."""
-    m = machine(n=2, engines=(ONE, TWO))
-    sends(m)
-    commands = m.post(ev.HandedOver(1, None, (ev.TransferFailure("b", "b hangs in a broadcast", torn),)))
-    assert warnings(commands)[0] == "engine b is left out of the weight update: b hangs in a broadcast"
-    assert load_of(commands).engine == "a"
-    assert ends(m, commands).failed is None
-    assert m.core.clock.current == V1
-    assert m.core.updates.half_updated is None
-    states = m.core.engines.states
-    assert states["a"].loaded == {V1}
-    assert states["b"].weights is (EngineWeights.HALF if torn else EngineWeights.CONFIRMED)
-    assert V1 not in states["b"].loaded
-    assert {a.engine for a in m.in_flight.values()} == {"a"}
-    commands = answer(m, requested(m, 2, transfers=True, sends=True))
-    assert [c.engines for c in commands if isinstance(c, do.HandOver)] == [("a", "b")]
-    ends(m, m.post(ev.HandedOver(2, None, ())))
-    assert {name: state.loaded for name, state in m.core.engines.states.items()} == {
-        "a": {PolicyVersion(0, 2)}, "b": {PolicyVersion(0, 2)},
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("torn", ["", "a"])
-def test_those_that_are_torn_have_none_and_the_others_the_old(torn: str) -> None:
-    """The old version stays; where its weights are whole nothing is quarantined, and generation goes on."""
-    m = machine(n=2, engines=(ONE, TWO))
-    sends(m)
-    fates = tuple(ev.TransferFailure(name, "it broke", name == torn) for name in "ab")
-    end = ends(m, m.post(ev.HandedOver(1, "no engine got them", fates)))
-    assert (end.failed, end.version) == (0, FIRST_VERSION)
-    assert m.core.updates.half_updated is None
-    assert [name for name, state in m.core.engines.states.items() if state.weights is EngineWeights.HALF] == [*torn]
-    assert {a.engine for a in m.in_flight.values()} == {"a", "b"} - {torn}
 
 
 def test_all_are_torn() -> None:
@@ -125,17 +87,3 @@ def test_who_was_paused_for_the_present_weights_is_not_given_a_name_for_them() -
     assert not [c for c in commands if isinstance(c, do.LoadEngine)]
     assert "waits for the next weight update" in warnings(answer(m, commands))[0]
     assert m.core.engines.states["b"].loaded == frozenset()
-
-
-def test_weights_that_are_gone_are_those_of_the_version_that_was_asked_for() -> None:
-    """The directory of the version before holds others now; the present one is given to it all the same."""
-    m = machine(n=2, engines=(ONE,))
-    updated(m, "/1")
-    load = load_of(answer(m, joined(m, TWO)))
-    assert (load.engine, load.version) == ("b", V1)
-    updated(m, "/2")
-    commands = m.post(ev.EngineCallEnded("b", load.call, ev.CallResult.OTHER_CONTENT, "written over"))
-    commands = answer(m, commands)
-    (timer,) = [c.timer for c in commands if isinstance(c, do.StartTimer) and c.timer.engine == "b"]
-    commands = answer(m, found(m, "b", m.post(ev.TimerFired(timer))))
-    assert load_of(commands).version == PolicyVersion(0, 2)

@@ -18,7 +18,7 @@ from april.core.sampling import SamplingParams
 from april.core.settings import EngineLimits
 from april.core.types import OnStale, SampleState
 from april.core.versions import PolicyVersion
-from april.errors import CheckpointError
+from april.errors import CheckpointError, InvariantError
 
 State = dict[str, Any]
 
@@ -115,6 +115,8 @@ def test_trained_through_takes_what_is_held_and_refuses_the_rest() -> None:
     for _ in range(3):
         m.step(random.Random(0))
     m.post(ev.BatchCommitted(1))  # the trainer may commit in any order
+    with pytest.raises(InvariantError, match="committed twice"):
+        m.core.handle(ev.BatchCommitted(1))
     assert [len(snapshot.take(m.core, through)["ready"]) for through in (None, 1, 2)] == [2, 1, 0]
     for through, words in ((0, "batch 1 was committed by a weight update"), (3, "=3 must"), (-2, "=-2 must")):
         with pytest.raises(CheckpointError, match=words):
@@ -180,13 +182,6 @@ def test_engines_with_other_log_probabilities() -> None:
     engines = (EngineLimits("e1", 4096, None, (EOS,), "processed"),)
     for tokens, kind in ((7, "mixed"), (0, "processed")):
         assert running(tokens).restarted(engines=engines).core.engines.logprob_kind == kind
-
-
-def test_only_a_fresh_core_takes_a_state() -> None:
-    """What is there already would be lost."""
-    m = load(saved())
-    with pytest.raises(CheckpointError, match="before the first batch and weight update"):
-        snapshot.restore(m.core, saved())
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from core_machine import PROMPT, CoreMachine, asked, settings
+from core_machine import PROMPT, CoreMachine, settings
 
 from april.core import commands as do
 from april.core import events as ev
-from april.core.types import OnStale, OnWeightUpdate, Refill, SampleState
+from april.core.types import OnStale, Refill, SampleState
 from april.core.versions import PolicyVersion, VersionClock
 from april.errors import InvariantError
 
@@ -35,23 +35,6 @@ def test_restart_drops_the_tokens_and_begins_again() -> None:
     m = one_long_group(OnStale.RESTART)
     assert (m.sample(0).state, len(m.sample(0).chains[0].tape)) == (SampleState.NEW, 0)
     assert (m.dropped, m.prompts_dropped) == ({"stale": 20}, {})
-
-
-def test_group_is_scored_again_when_one_of_its_samples_began_again() -> None:
-    """Group rewards and restart: a finished sibling stays, and the rewards are asked for once more."""
-    kept = {"on_stale": OnStale.RESTART, "max_staleness": 1, "on_weight_update": OnWeightUpdate.KEEP}
-    m = asked(3, samples=2, over=2, group_reward=True, **kept)
-    m.finish((1, 0), 0)
-    m.next_step()
-    m.finish((1, 1))  # group 1 is complete; what else runs is asked to end
-    m.post(ev.PauseRequested())
-    m.update()  # the weights change once more before it has
-    assert [m.sample(1, i).state for i in range(2)] == [SampleState.NEW, SampleState.FINISHED]
-    m.finish_aborts()
-    m.post(ev.Resumed())
-    m.finish((1, 0))
-    m.finish_aborts()
-    assert m.delivered() == [1, 1]
 
 
 def test_mask_takes_the_loss_off_too_old_tokens_only() -> None:

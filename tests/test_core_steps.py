@@ -16,21 +16,6 @@ from april.core.types import OnDataEnd, OnLongPrompt, OnStale, Prompt, Refill
 from april.errors import InvariantError
 
 
-def test_sync_step_delivers_n_groups_and_leaves_nothing() -> None:
-    """N' = N: every sample is finished, nothing is aborted, nothing is held; the lease ends once."""
-    m = CoreMachine(settings(n=3, samples=2), {1: 50})
-    batch = m.step(random.Random(0))
-
-    assert batch is not None
-    assert batch.group_sizes == (2, 2, 2)
-    assert not any(isinstance(c, do.Abort) for c in m.commands)
-    assert (m.core.tokens.held, len(m.core.buffer), list(m.core.leased)) == (0, 0, [batch.id])
-    m.post(ev.BatchCommitted(batch.id))
-    assert not m.core.leased
-    with pytest.raises(InvariantError, match="committed twice"):
-        m.post(ev.BatchCommitted(batch.id))
-
-
 def test_skipped_prompts_are_replaced_until_the_step_has_begun_with_all_it_wants() -> None:
     """on_long_prompt: skip: N' groups are in work however many of the first prompts had no room."""
     m = CoreMachine(settings(n=2, samples=1, over=4, on_long_prompt=OnLongPrompt.SKIP), 5)
@@ -73,22 +58,6 @@ def test_refill_sample_keeps_the_number_in_flight_constant() -> None:
     while not m.abort_asked:
         assert len(m.in_flight) == 10
         m.end(min(m.in_flight))
-
-
-@pytest.mark.parametrize("refill", list(Refill))
-@pytest.mark.parametrize("over", [2, 3, 6])
-def test_every_prompt_is_settled_exactly_once(refill: Refill, over: int) -> None:
-    """A finite source: each prompt is delivered once, the last batch is short, then the data ends; the cap holds."""
-    rng = random.Random(5)
-    chosen = settings(n=3, samples=2, over=over, refill=refill, max_in_flight=5)
-    m = CoreMachine(chosen, lambda g, i: 1 + (g * 31 + i * 17) % 80, 20)
-    while m.step(rng) is not None:
-        m.update()
-        m.check_ledger()
-
-    assert sorted(s.id for b in m.batches for s in b.samples) == [(g, i) for g in range(20) for i in range(2)]
-    assert len(m.batches[-1].group_sizes) == 2
-    assert m.core.prompts.as_dict() == {"observed": 20, "delivered": 20, "held": 0, "dropped": {}}
 
 
 def test_no_step_before_the_last_one_is_delivered() -> None:

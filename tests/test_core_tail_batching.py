@@ -12,7 +12,7 @@ from seeds import seeds
 from april.core import commands as do
 from april.core import events as ev
 from april.core import snapshot
-from april.core.types import AttemptFailure, GroupState, OnDataEnd, OnFailedSample, OnStale, SampleState
+from april.core.types import AttemptFailure, GroupState, OnDataEnd, OnFailedSample, OnStale
 from april.errors import CheckpointError
 
 
@@ -64,18 +64,6 @@ def test_groups_that_were_put_aside_fill_a_round_of_their_own() -> None:
     assert m.batches[1].metrics["long_round"] == 1.0
     assert {s.staleness for batch in m.batches for s in batch.samples} == {0}
     assert m.dropped == {"put_aside": 12}
-
-
-def test_finished_groups_beyond_n_are_put_aside_too() -> None:
-    """A group that finishes while the others are being ended would be older than its weights in the next batch."""
-    m = machine(4, over=3)
-    m.ask()
-    m.finish(0, 1)
-    m.finish(2)
-    m.finish_aborts()
-    assert m.delivered() == [0, 0, 1, 1]
-    assert (list(m.core.buffer.aside), m.dropped, m.core.monitor.ready) == ([2], {"put_aside": 8}, 0)
-    assert all(s.state is SampleState.NEW for s in m.core.buffer.groups[2].samples)
 
 
 def test_a_short_round_does_not_touch_what_is_aside() -> None:

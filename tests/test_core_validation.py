@@ -29,17 +29,6 @@ from april.errors import InvariantError
 ENUMS: tuple[type[StrEnum], ...] = (SampleState, CallState, AttemptState, GroupState)
 
 
-def test_the_table_has_every_state_and_names_are_never_shared() -> None:
-    """Each state has its row, which leads to states of its kind; what is settled, or answered, changes no more."""
-    states = [state for kind in ENUMS for state in kind]
-    assert len(set(map(str, states))) == len(states)
-    assert set(LEGAL_TRANSITIONS) == set(states)
-    for state, after in LEGAL_TRANSITIONS.items():
-        assert all(type(other) is type(state) for other in after)
-    for state in (SampleState.LEASED, SampleState.DROPPED, CallState.DONE, AttemptState.ABANDONED):
-        assert not LEGAL_TRANSITIONS[state]
-
-
 @pytest.mark.parametrize("kind", ENUMS, ids=lambda kind: kind.__name__)
 def test_only_what_the_table_has_is_done(kind: type[StrEnum]) -> None:
     """Every pair of states: a legal change is made and told, any other raises with the story and changes nothing."""

@@ -33,8 +33,6 @@ from server_fixtures import (
 
 import april
 from april.core.batch import Batch
-from april.core.engine_table import EngineTable
-from april.core.settings import EngineLimits
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.command_executor import limits_of
 from april.engines.http import server_probe
@@ -296,14 +294,6 @@ async def test_one_server_of_a_router(old: int, tmp_path: Path) -> None:
         assert set((await read(engine, request())).versions) == {SECOND}
     for it in (engine, router, *workers):
         await it.close()
-
-
-def test_only_what_is_unverified_until_then_is_called_so() -> None:
-    """By the metric of each batch: before the first update, and not after it."""
-    table = EngineTable([EngineLimits("a", 99, first_unverified=True), EngineLimits("b", 99)], FIRST_VERSION)
-    for version, said in ((FIRST_VERSION, 1.0), (SECOND, 0.0), (PolicyVersion(1, 0), 0.0)):
-        assert table.metrics({}, version).get("engine/a/unverified_weights", 0.0) == said
-        assert "engine/b/unverified_weights" not in table.metrics({}, version)
 
 
 # ---------------------------------------------------------------- servers that are paused

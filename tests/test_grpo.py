@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from several_rows import delivered
 from tiny_models import tiny_model
 
 import april
-from april.core.batch import Batch, DeliveredSample
-from april.core.types import FinishReason, SampleId
+from april.core.batch import Batch
 from benchmarks.study import grpo
 from benchmarks.study.grpo import SEQUENCE, Loss, Trainer, response_logprobs
 
@@ -45,10 +45,9 @@ def batch(model: Any, rewards: list[float], shift: float = 0.0) -> Batch:
         group, index = divmod(i, GROUP)
         cohort = tuple(enumerate(rewards[group * GROUP : (group + 1) * GROUP]))
         segment = april.Segment(0, len(response), NOW, april.SegmentKind.GENERATED, "a", "e", 1.0)
-        sample = DeliveredSample(
-            id=SampleId(group, index), prompt=april.Prompt(prompts[i]), tokens=response, logprobs=logprobs[i],
-            loss_mask=np.ones(len(response), np.uint8), segments=(segment,), staleness=0, reward=rewards[i],
-            cohort=cohort, finish=FinishReason.STOP, attempts=1, resumes=0,
+        sample = delivered(
+            group, index, len(response), prompt=april.Prompt(prompts[i]), tokens=response, logprobs=logprobs[i],
+            segments=(segment,), reward=rewards[i], cohort=cohort,
         )  # fmt: skip
         samples.append(sample)
     return Batch(id=0, version=NOW, samples=tuple(samples), group_sizes=(GROUP, GROUP), metrics={})

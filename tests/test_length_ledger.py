@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_machine import CoreMachine, asked, settings
+from core_machine import asked
 
 from april.core import events as ev
 from april.core.ledger import LengthLedger, Lengths
 from april.core.settings import CoreSettings
-from april.core.types import DropReason, GenerationMode, OnStale, Prompt, Refill, SampleId
+from april.core.types import DropReason, GenerationMode, OnStale, Refill, SampleId
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.response_lengths import LognormalLengths
 from april.simulate.simulation import Simulation
@@ -160,14 +160,3 @@ def test_a_filter_is_seen_by_its_name() -> None:
     lengths = m.core.context.lengths
     assert (lengths.trained.mean, lengths.dropped[DropReason.FILTERED].mean) == (5.0, 95.0)
     assert m.batches[0].metrics["length_bias"] == 0.1
-
-
-def test_evaluations_have_no_part_in_it() -> None:
-    """Their responses are finished too, and trained by nobody."""
-    m = CoreMachine(settings(n=1, samples=2), lambda g, i: 5)
-    prompts = (Prompt(np.array([5, 6], np.int32)),)
-    m.post(ev.EvaluationRequested(evaluation=1, prompts=prompts, n_samples=2, sampling=m.sampling, seed=3))
-    for attempt_id in list(m.in_flight):
-        m.end(attempt_id)
-    assert [type(c).__name__ for c in m.commands].count("EvaluationDone") == 1
-    assert m.core.context.lengths.generated.samples == 0

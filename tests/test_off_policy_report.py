@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from pages import blocks_of, text_of
+from several_rows import delivered
 
 import april
 from april.core.batch import Batch, DeliveredSample
-from april.core.types import FinishReason, SampleId
 
 Spans = list[tuple[april.PolicyVersion | None, int]]
 """(version, tokens); None: of a tool."""
@@ -26,7 +26,7 @@ V = april.PolicyVersion
 NOW = V(0, 5)
 
 
-def delivered(index: int, spans: Spans, rng: random.Random) -> DeliveredSample:
+def response(index: int, spans: Spans, rng: random.Random) -> DeliveredSample:
     """A response of these spans."""
     segments, start = [], 0
     for version, count in spans:
@@ -35,16 +35,13 @@ def delivered(index: int, spans: Spans, rng: random.Random) -> DeliveredSample:
         start += count
     generated = np.repeat([v is not None for v, _ in spans], [c for _, c in spans])
     logprobs = np.array([-rng.expovariate(1) if g else 0.0 for g in generated], np.float32)
-    return DeliveredSample(
-        id=SampleId(0, index), prompt=april.Prompt(np.zeros(1, np.int32)), tokens=np.zeros(start, np.int32),
-        logprobs=logprobs, loss_mask=generated.astype(np.uint8), segments=tuple(segments), staleness=0, reward=0.0,
-        cohort=(), finish=FinishReason.STOP, attempts=1, resumes=0,
-    )  # fmt: skip
+    mask = generated.astype(np.uint8)
+    return delivered(0, index, start, logprobs=logprobs, loss_mask=mask, segments=tuple(segments))
 
 
 def batch_of(rows: list[Spans], version: V = NOW, **changes: Any) -> Batch:
     rng = random.Random(3)
-    samples = tuple(delivered(i, spans, rng) for i, spans in enumerate(rows))
+    samples = tuple(response(i, spans, rng) for i, spans in enumerate(rows))
     return Batch(id=4, version=version, samples=samples, group_sizes=(), **({"metrics": {}} | changes))
 
 

@@ -94,21 +94,3 @@ def test_a_bound_that_means_none_is_finite_and_costs_nothing(on_stale: OnStale) 
         m.end(short[0])
     assert len(m.core.buffer) == m.core.buffer.capacity == 8 * 4
     assert m.core.buffer.horizon <= len(m.core.buffer) // 2 + 1
-
-
-def test_more_work_than_can_be_in_time_is_there_where_it_is_asked_for() -> None:
-    """drop with a bound of 0 and N' = 2N: over-sampling that throws away what is late, as asked."""
-    m = CoreMachine(
-        settings(n=2, samples=1, over=4, max_staleness=0, on_stale=OnStale.DROP), lambda g, i: 3 if g % 2 else 500
-    )
-    for _ in range(3):
-        m.post(ev.StepRequested())
-        assert len(m.in_flight) == 4
-        for attempt in list(m.in_flight.values()):
-            if attempt.sample.id.group % 2 == 0:
-                m.tokens(attempt.id, 5)
-        for attempt_id in [a.id for a in m.in_flight.values() if a.sample.id.group % 2]:
-            m.end(attempt_id)
-        m.finish_aborts()
-        m.update()
-    assert len(m.batches) == 3

@@ -315,15 +315,6 @@ def test_methods_that_bend_it_bend_it_as_with_one_row_each(method: Method) -> No
     np.testing.assert_allclose(mean_of(pairs(), method), expected, rtol=1e-5)
 
 
-def test_rows_that_count_as_samples_bend_it() -> None:
-    """The toy sees it: divided by the number of its rows, a batch weighs the less the more its samples have asked."""
-    bent = np.zeros(3)
-    for batch, _, chance in zip(*pairs(), strict=True):
-        bent += chance * gradient_of(batch, "rloo") * batch.share.samples / len(batch)
-    scale = bent @ exact(agent) / (bent @ bent)
-    assert np.linalg.norm(scale * bent - exact(agent)) > 0.05 * np.linalg.norm(exact(agent))
-
-
 def test_an_evaluation_has_the_mean_reward() -> None:
     """Each outcome once: rewards are of whole samples, all their rows are there, and none is trained."""
     every = [(outcome,) for outcome in outcomes(agent)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from core_machine import EOS, CoreMachine, settings
@@ -443,3 +444,19 @@ class UpdatePlayer(CoreMachine):
         present = self.contents[self.core.clock.current]
         assert {(s.weights, s.open, s.lost) for s in self.servers.values()} == {(present, True, False)}
         self.check_ledger()
+
+
+def play(seeds: Iterable[int], player_of: Callable[[int], UpdatePlayer], events: int) -> Counter[str]:
+    """Run of each seed so many random events, with everything checked after each, and its end; what has happened."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            player = player_of(seed)
+            for _ in range(events):
+                player.one_event()
+            player.end_well()
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        seen += player.seen
+    return seen
