@@ -52,30 +52,25 @@ def test_aborted_and_resumed_responses_are_trained_exactly(loss: str, tmp_path: 
     )
 
 
-def test_several_optimizer_steps_per_generation_batch_and_several_passes(tmp_path: Path) -> None:
-    """Two passes, num_iterations 2: each row is trained twice per pass, each prompt settled once per pass."""
-    trainer = short_runs.trainer(
-        tmp_path, per_device_train_batch_size=8, steps_per_generation=2, num_iterations=2,
-        gradient_accumulation_steps=1, num_train_epochs=2,
-    )  # fmt: skip
+STEPS: dict[str, tuple[dict[str, int], int, list[int]]] = {
+    "several per generation batch, two passes": (
+        {"num_iterations": 2, "gradient_accumulation_steps": 1, "num_train_epochs": 2}, 2, list(range(0, 48, 4))
+    ),
+    "one per two generation batches": ({"gradient_accumulation_steps": 4}, 1, [0, 0, 1, 1, 2, 2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_optimizer_steps_that_are_no_generation_batches(name: str, tmp_path: Path) -> None:
+    """Each prompt settled once per pass, each row trained as often as asked; versions follow the optimizer's steps."""
+    changes, passes, steps = STEPS[name]
+    trainer = short_runs.trainer(tmp_path, per_device_train_batch_size=8, steps_per_generation=2, **changes)
     trainer.train()
 
-    assert trainer.state.global_step == 2 * 2 * 2 * short_runs.ROWS // short_runs.GROUPS
-    assert trainer.delivered == dict.fromkeys(range(short_runs.ROWS), 2)
-    assert sum(trainer.trained.values()) == 2 * 2 * short_runs.ROWS * short_runs.SAMPLES
-    assert max(trainer.logprob_errors) <= 1e-3
-    assert [step for _, step in trainer.weights] == list(range(0, 48, 4))
-
-
-def test_two_generation_batches_per_optimizer_step(tmp_path: Path) -> None:
-    """Between them the weights, and so the version, stay the same."""
-    trainer = short_runs.trainer(
-        tmp_path, per_device_train_batch_size=8, steps_per_generation=2, gradient_accumulation_steps=4
-    )
-    trainer.train()
-
-    assert trainer.delivered == dict.fromkeys(range(short_runs.ROWS), 1)
-    assert [step for _, step in trainer.weights] == [0, 0, 1, 1, 2, 2]
+    assert trainer.delivered == dict.fromkeys(range(short_runs.ROWS), passes)
+    times = passes * changes.get("num_iterations", 1)
+    assert sum(trainer.trained.values()) == times * short_runs.ROWS * short_runs.SAMPLES
+    assert [step for _, step in trainer.weights] == steps
     assert max(trainer.logprob_errors) <= 1e-3
 
 
