@@ -1,4 +1,4 @@
-"""Whole rollouts on a server over HTTP: slime's contract, the books beside slime's own, every hook, miles."""
+"""Whole rollouts on a server over HTTP: the books beside slime's own, every hook, miles."""
 
 from __future__ import annotations
 
@@ -84,6 +84,10 @@ class Run:
             samples, metrics = manager._get_rollout_data(rollout_id=rollout_id)
             assert metrics["rollout/april/groups"]
             train = manager._convert_samples_to_train_data(samples)
+            lengths = train["response_lengths"]
+            assert lengths == [len(said) for said in train["rollout_log_probs"]]
+            assert lengths == [len(mask) for mask in train["loss_masks"]]
+            assert lengths == [told["april"]["spans"][-1][1] for told in train["metadata"]]
             yield samples, train
             parallel = {"dp_size": 4, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
             self.args.micro_batch_size, self.args.balance_data = 2, False
@@ -119,18 +123,6 @@ def check(sample: Any) -> int:
     for start, end, version in spans:
         assert set(updates[start:end]) == {int(version.partition(".")[2])}
     return len(spans) > 1
-
-
-def test_slimes_contract_of_rollout_functions() -> None:
-    """slime's own test file, as it is, with april's function for its --rollout-function-path."""
-    path = Path(os.environ["SLIME_TREE"]) / "tests" / "plugin_contracts" / "test_plugin_rollout_contracts.py"
-    target = "adapters.real_slime.contract_target.generate_rollout"
-    done = subprocess.run(
-        [sys.executable, str(path), "--rollout-function-path", target], cwd=path.parents[2], capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:]
-    assert "6 passed" in done.stdout
 
 
 def test_nothing_is_lost_where_slimes_own_loses_groups(tmp_path: Path) -> None:
@@ -215,21 +207,6 @@ def test_restarts_skip_no_prompt(url: str, work: Path) -> None:
         assert len(trained) == sum(trained.values()) == drawn - held
     files = sorted(path.name for path in (work / "checkpoints" / "rollout").iterdir())
     assert files[:4] == [f"april_carry_{n}.msgpack" for n in (14, 19, 4, 9)]
-
-
-def test_slimes_manager_takes_the_samples(url: str, work: Path) -> None:
-    """The code of slime's rollout manager makes training data of them, with log-probabilities."""
-    nothing = {"custom_reward_post_process_path": None, "custom_convert_samples_to_train_data_path": None}
-    run = Run(url, work, use_dynamic_batch_size=False, **nothing)
-    for _, train in run.data_of(4):
-        assert len(train["tokens"]) == len(train["rollout_log_probs"]) == 32
-        for said, mask, length in zip(
-            train["rollout_log_probs"], train["loss_masks"], train["response_lengths"], strict=True
-        ):
-            assert len(said) == len(mask) == length
-        for told, length in zip(train["metadata"], train["response_lengths"], strict=True):
-            assert told["april"]["spans"][-1][1] == length
-    run.function.close()
 
 
 HOOK = ["--custom-reward-post-process-path", "april.adapters.slime.post_process_rewards"]

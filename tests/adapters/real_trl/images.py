@@ -93,11 +93,9 @@ class Seeing(short_runs.Watched):
 
 
 def trainer(folder: Path, column: str = "images", **changes: Any) -> Any:
-    rollouts = changes.pop("rollouts", None) or rollout(**short_runs.SETTINGS)
     made = short_runs.trainer(
-        folder, rollouts, reward, changes.pop("data", None) or data(column), changes.pop("held_out", None),
-        changes.pop("model", None) or tiny_vision_model(), processing_class=tiny_processor(), kind=Seeing,
-        **{**RUN, **changes},
+        folder, rollout(**short_runs.SETTINGS), reward, data(column), None, tiny_vision_model(),
+        processing_class=tiny_processor(), kind=Seeing, **{**RUN, **changes},
     )  # fmt: skip
     made.column = column
     return made
@@ -145,16 +143,6 @@ def test_a_resumed_training_loses_nothing_and_mixes_up_no_images(saved_at: int, 
     assert before.right + after.right == ROWS * SAMPLES
     assert after.resumed > 0
     assert max(after.logprob_errors) <= 1e-4
-
-
-def test_evaluations_see_their_images(tmp_path: Path) -> None:
-    """In their order, with the present weights; the reward function looks at the image of each row."""
-    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "max_steps": 1}
-    made = trainer(tmp_path, held_out=data(rows=4), **evaluation)
-    made.train()
-    made.evaluate()
-
-    assert len([row for row in made.state.log_history if "eval_reward" in row]) == 2
 
 
 @pytest.mark.parametrize("shown", [True, False], ids=["with an alpha channel", "text alone"])
