@@ -421,21 +421,6 @@ def test_the_conversations_of_an_agent_are_rows_that_count_once(tmp_path: Path) 
     assert scored >= set(rows)
 
 
-def test_what_an_agent_cannot_go_with() -> None:
-    """Everything that takes rows for responses, and a second function that generates."""
-    for flags, said in (
-        ({"custom_reward_post_process_path": None}, "takes the mean reward over rows; add --custom-reward-post"),
-        ({"use_dynamic_batch_size": False}, "slime's micro-batches .build_dp_schedule.; add --use-dynamic"),
-        ({"rollout_sample_hook_path": [f"{USER}.mark"]}, "--rollout-sample-hook-path would see only the first; leave"),
-        ({"log_passrate": True}, "may return several rows for one response, but --log-passrate takes n per group"),
-        ({"custom_generate_function_path": f"{USER}.generate"}, "both generate the responses; leave out one of them"),
-        ({"april": {"rollout": 7}}, "slime cannot load 7"),
-        ({"april": {"rollout": f"{USER}.generate"}}, "april.rollout"),
-    ):
-        with Run(**AGENT | flags) as run, pytest.raises(ConfigError, match=said):
-            run(0)
-
-
 def test_a_plain_agent_of_one_conversation_is_what_april_does_itself() -> None:
     """Such a function runs in a thread."""
     with Run(april={"rollout": f"{USER}.plain_agent"}, custom_reward_post_process_path=AGENT[

@@ -60,25 +60,6 @@ def delivered(made: Any) -> Counter[int]:
     return Counter(row["answer"] for rows in made.scored for row in rows[::2])
 
 
-def test_what_is_scored_is_what_was_delivered() -> None:
-    """Rows have the prompt and the columns of their response, each prompt once; old log-probabilities are april's."""
-    made = trainer()
-    made.train(steps=6)
-
-    assert delivered(made) == dict.fromkeys(range(12), 1)
-    assert [row["answer"] for rows in made.scored for row in rows[::2]] != list(range(12))
-    for rows, output in zip(made.scored, made.outputs, strict=True):
-        assert output["prompt_ids"] == made._tokenize_prompts([row["prompt"] for row in rows])[0]
-        assert rows[0]["prompt"] == rows[1]["prompt"]
-        assert rows[0] is not rows[1]  # TRL writes into its rows
-        assert output["old_per_token_logps"] is output["sampling_per_token_logps"]
-        assert [len(row) for row in output["logprobs"]] == [len(row) for row in output["completion_ids"]]
-    assert made.model.training
-    assert sum(made._metrics["train"]["april/resumed_samples"]) > 0
-    assert made.rollout_func.scheduler is None
-    assert made.rollout_func.ledger["prompts"].delivered == 12
-
-
 def test_each_pass_has_its_own_order_and_follows_the_seed() -> None:
     """The same seed gives the same passes; without shuffling, the data set's order."""
     made = trainer()
