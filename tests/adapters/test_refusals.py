@@ -57,9 +57,8 @@ def refused(kind: Refuse, text: str, *arguments: Any, **options: Any) -> None:
 
 
 def trl_trainer(changes: Changes, own: Changes, tmp_path: Path) -> Any:
-    partials = {"over_sampling_batch_size": 4, "engine": {"kind": "transformers", "stream_interval": 4}}
     trainer = trl_adapter.april_trainer(trl.GRPOTrainer)
-    return trainer(tiny_model(), trl_adapter.rollout(partials | own), trl.prompts(12), **changes)
+    return trainer(tiny_model(), trl_adapter.rollout(trl.PARTIALS | own), trl.prompts(12), **changes)
 
 
 def slime_rollout(changes: Changes, own: Any, tmp_path: Path, data: Any = None) -> Any:

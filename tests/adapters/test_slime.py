@@ -26,7 +26,6 @@ from tiny_vision import VOCAB as WORDS
 from adapters import slime_functions_of_a_user as user
 from adapters.players import uncut_of
 from adapters.slime_stand_in import (
-    DataSource,
     Run,
     Sample,
     Status,
@@ -36,9 +35,8 @@ from adapters.slime_stand_in import (
     images_of,
     installed,
     namespace,
-    simulated,
 )
-from april.adapters.slime import make_generate_rollout, post_process_rewards
+from april.adapters.slime import post_process_rewards
 from april.adapters.slime.arguments import config_of
 from april.adapters.slime.framework import Framework
 from april.adapters.slime.hooks import SlimeHooks
@@ -498,12 +496,11 @@ def test_nothing_of_a_rejected_group_is_kept() -> None:
 
 def test_a_quorum_needs_no_hook_where_rewards_go_as_they_are() -> None:
     """--disable-rewards-normalization, PPO, REINFORCE++: no group is looked at."""
-    args = namespace(n_samples_per_prompt=SIZE, april={"group_quorum": 0.5}, advantage_estimator="reinforce_plus_plus")
-    function = make_generate_rollout([simulated("e0")], check=True)
-    groups = function(args, 0, DataSource(args)).samples
-    function.close()
-    assert "advantage" not in groups[0][0].metadata["april"]
-    assert sum(map(len, groups)) == N * SIZE
+    own = {"group_quorum": 0.5}
+    with Run(n_samples_per_prompt=SIZE, advantage_estimator="reinforce_plus_plus", april=own) as run:
+        samples = run.samples(0)
+    assert "advantage" not in samples[0].metadata["april"]
+    assert len(samples) == N * SIZE
 
 
 # ---------------------------------------------------------------- experts

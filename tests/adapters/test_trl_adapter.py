@@ -26,10 +26,7 @@ from april.weights.source import Weights
 from . import stand_in_trl as trl
 
 Trainer = adapter.april_trainer(trl.GRPOTrainer)
-PARTIALS: dict[str, Any] = {
-    "over_sampling_batch_size": 4,
-    "engine": {"kind": "transformers", "stream_interval": 4},
-}
+PARTIALS = trl.PARTIALS | {"over_sampling_batch_size": 4}
 
 
 def trainer(count: int = 12, settings: dict[str, Any] | None = None, **args: Any) -> Any:

@@ -24,10 +24,7 @@ from . import stand_in_trl as trl
 from .stand_in_ranks import in_threads
 
 Trainer = adapter.april_trainer(trl.GRPOTrainer)
-PARTIALS: dict[str, Any] = {
-    "over_sampling_batch_size": 4,
-    "engine": {"kind": "transformers", "stream_interval": 4},
-}
+PARTIALS = trl.PARTIALS | {"over_sampling_batch_size": 4}
 EXAMPLES: dict[str, Any] = {"max_completion_length": 120}
 
 
