@@ -138,28 +138,18 @@ class Watched(AprilGRPOTrainer):  # type: ignore[misc,valid-type]
                     turns[-1][0].append(token)
                     turns[-1][1].append(said[at])
             runs.append(turns)
-        beginnings = [tuple(p) for p in prompt_ids]
-        first = [turns[0] for turns in runs]
-        left = [turns[1:] for turns in runs]
+        first, left = [turns[0] for turns in runs], [turns[1:] for turns in runs]
+        whole = [[*prompt, *row] for prompt, row in zip(prompt_ids, ids, strict=True)]
 
         def generate(contexts: Any, *arguments: Any, **named: Any) -> Any:
-            """Whose turn it is, is told by what it begins with."""
-            given = []
+            """Whose turn it is, is told by what it begins with; contexts are in the order of their rows."""
+            given: list[tuple[list[int], list[float]]] = []
+            rows = iter(range(len(whole)))
             for context in contexts:
-                row = next(
-                    i for i, turns in enumerate(left)
-                    if i not in taken and tuple(context[: len(beginnings[i])]) == beginnings[i]
-                    and context[len(beginnings[i]) :] == ids[i][: len(context) - len(beginnings[i])]
-                    and len(context) > done[i]
-                )  # fmt: skip
-                taken.add(row)
-                done[row] = len(context)
+                row = next(i for i in rows if whole[i][: len(context)] == list(context))
                 given.append(left[row].pop(0) if left[row] else ([], []))
-            taken.clear()
             return [list(tokens) for tokens, _ in given], [list(said) for _, said in given]
 
-        taken: set[int] = set()
-        done = [0] * len(ids)
         completions = [
             [chat_template_utils.parse_response(self._tokenizer, tokens, prefix=prompt_ids[i], tools=self.tools)]
             for i, (tokens, _) in enumerate(first)
