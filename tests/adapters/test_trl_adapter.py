@@ -233,21 +233,6 @@ def test_servers_get_the_weights_of_a_checkpoint_under_its_version(tmp_path: Pat
     assert after._metrics["train"]["april/staleness_max"][0] <= 2
 
 
-def test_too_old_tokens_are_masked() -> None:
-    """april's loss mask goes to TRL as env_mask, which is left out where everything carries loss."""
-    settings = PARTIALS | {"max_staleness": 0, "on_stale": "mask", "over_sampling_batch_size": 6}
-    made = trainer(settings=settings)
-    made.train(steps=6)
-
-    masks = [output.get("env_mask") for output in made.outputs]
-    assert masks[0] is None
-    masked = [mask for mask in masks if mask is not None]
-    assert masked
-    assert any(0 in row for mask in masked for row in mask)
-    with_mask = made.outputs[masks.index(masked[0])]
-    assert [len(row) for row in masked[0]] == [len(row) for row in with_mask["completion_ids"]]
-
-
 def test_dynamic_sampling_asks_the_trainers_reward_functions() -> None:
     """Groups whose rewards do not differ are replaced; plain and async functions see the columns of their own row."""
     asked: list[list[int]] = []

@@ -70,7 +70,10 @@ def test_what_is_scored_is_what_was_delivered(ranks: int) -> None:
 
 
 def test_masks_are_given_on_all_ranks_or_on_none() -> None:
-    """TRL counts the trained tokens of all ranks by them, so one rank alone would wait for the others for ever."""
+    """Too old tokens are masked by env_mask, which is left out where everything carries loss.
+
+    TRL counts the trained tokens of all ranks by it, so one rank alone would wait for the others for ever.
+    """
     settings = {"max_staleness": 0, "on_stale": "mask", "over_sampling_batch_size": 8}
     shares: dict[int, april.Batch] = {}
 
@@ -90,6 +93,11 @@ def test_masks_are_given_on_all_ranks_or_on_none() -> None:
     masks = [[output.get("env_mask") for output in made.outputs] for made in trained]
     steps = [[mask is not None for mask in of_ranks] for of_ranks in zip(*masks, strict=True)]
     assert [len(set(given)) for given in steps] == [1] * 4
+    assert not any(steps[0])
+    outputs = [output for made in trained for output in made.outputs if "env_mask" in output]
+    assert any(0 in mask for output in outputs for mask in output["env_mask"])
+    for output in outputs:
+        assert [len(mask) for mask in output["env_mask"]] == [len(row) for row in output["completion_ids"]]
     whole = [replace(sample, loss_mask=np.ones_like(sample.loss_mask)) for sample in shares[2].samples]
     for masked in (0.0, 1.0):  # in the whole batch; nothing on this rank
         rollouts = trained[2].rollout_func
