@@ -124,9 +124,8 @@ class Trl(Player):
     def _live(self, saved: int, more: int, own: Any, judge: Any, keeps: Any) -> Life:
         if keeps is None and judge is not None and "group_quorum" not in own:
             keeps = lambda row: True  # else TRL alone asks for rewards  # noqa: E731
-        engine = {"kind": "transformers", "stream_interval": 4}
         rollouts = trl_adapter.rollout(
-            {"over_sampling_batch_size": 3, "refill": "sample", "engine": engine, "on_data_end": "wrap", **own},
+            trl.PARTIALS | {"over_sampling_batch_size": 3, "refill": "sample", "on_data_end": "wrap", **own},
             filter=None if keeps is None else lambda prompt, responses: keeps(prompt.data["row"]),
         )
         made = trl_adapter.april_trainer(trl.GRPOTrainer)(

@@ -63,11 +63,8 @@ class Server:
         self.made = self.ended = 0
         self.fails: list[Exception] = []
         """Raised by the next requests."""
-        self.late = 0
-        """So many ends of requests come after the next weights."""
         self.loop: asyncio.AbstractEventLoop | None = None
         self.live: dict[asyncio.Future[None], None] = {}
-        self.owed: list[asyncio.Future[None]] = []
         self._awaited: tuple[int, threading.Event] = (0, threading.Event())
 
     def until_live(self, count: int) -> None:
@@ -92,11 +89,6 @@ class Server:
                 self._awaited[1].set()
             await end
             missing, cut = max(1, missing // 2), True
-            if self.late:
-                self.late -= 1
-                owed = self.loop.create_future()
-                self.owed.append(owed)
-                await owed
         tokens = [100 + so_far + k for k in range(missing)]
         if not cut and so_far + missing >= self.length_of(row):
             tokens[-1] = EOS
@@ -116,7 +108,6 @@ class Server:
 
         if self.loop is not None:
             self.loop.call_soon_threadsafe(end)
-
 
 
 SERVER: list[Server] = []
@@ -140,7 +131,6 @@ class RemoteInfEngine:
     def __init__(self, config: Any) -> None:
         self.config, self.backend, self.logger, self._version = config, Backend(), None, 0
         self.workflow_executor: Any = WorkflowExecutor(config, self)
-        self.pauses: list[str] = []
 
     def get_version(self) -> int:
         return self._version
@@ -152,11 +142,10 @@ class RemoteInfEngine:
         raise AssertionError("AReaL's own")
 
     def pause_generation(self) -> None:
-        self.pauses.append("pause")
         SERVER[-1].end_all()
 
     def continue_generation(self) -> None:
-        self.pauses.append("continue")
+        pass
 
 
 class RemoteEngine:

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_model
 
+from april.adapters import trl as adapter
 from april.driver.user_code import is_async
 
-from .stand_in_ranks import Meeting, RankAccelerator
+from .stand_in_ranks import Meeting, RankAccelerator, on_all_ranks
 
 VOCAB_SIZE, EOS = 97, 1
 CALLS, RESULT, GO_ON = range(7, VOCAB_SIZE, 24), 8, 4
@@ -203,3 +205,47 @@ class GRPOTrainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         pass
+
+
+PARTIALS: dict[str, Any] = {"over_sampling_batch_size": 6, "engine": {"kind": "transformers", "stream_interval": 4}}
+
+
+def train(
+    steps: int, *, kind: type[GRPOTrainer] = GRPOTrainer, model: Callable[[], Any] = tiny_model, ranks: int = 1,
+    settings: dict[str, Any] | None = None, data: Callable[[], Any] = lambda: prompts(12), filter: Any = None,
+    folder: Path | None = None, resume: Path | None = None, prepare: Callable[[Any], None] = lambda made: None,
+    weights_dir: Path | None = None, **args: Any,
+) -> list[Any]:  # fmt: skip
+    """The trainers of all ranks, trained to ``steps`` on batches of six rows; ``prepare`` is called on each before.
+
+    ``settings`` are april's, beside those of partials; ``args`` are the trainer's.
+    """
+    models = [model() for _ in range(ranks)]
+
+    def run(rank: int, meeting: Meeting) -> Any:
+        rollouts = adapter.rollout(PARTIALS | (settings or {}), filter=filter, weights_dir=weights_dir)
+        of_batch = {"num_generations": 2, "generation_batch_size": 6}
+        made: Any = adapter.april_trainer(kind)(
+            models[rank], rollouts, data(), accelerator=RankAccelerator(meeting, rank), **of_batch | args
+        )
+        made.folder = folder
+        prepare(made)
+        made.train(steps, None if resume is None else str(resume))
+        return made
+
+    return on_all_ranks(ranks, run)
+
+
+def evaluated_alike(train: Callable[..., list[Any]], rows: list[dict[str, Any]]) -> Any:
+    """On two ranks these rows are answered as in one process, whose trainer this is."""
+
+    def evaluate(made: Any) -> None:
+        rank, count = made.accelerator.process_index, len(rows) // made.accelerator.num_processes
+        mine = rows[rank * count :][:count]
+        made.optimizer_step = lambda output: setattr(made, "evaluated", made.evaluate(mine))
+
+    (alone,), (one, other) = (train(1, ranks=ranks, prepare=evaluate) for ranks in (1, 2))
+    for key in ("prompt_ids", "completion_ids"):
+        assert one.evaluated[key] + other.evaluated[key] == alone.evaluated[key]
+        assert len(one.evaluated[key]) == len(rows) / 2
+    return alone

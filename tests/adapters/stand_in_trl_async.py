@@ -95,7 +95,6 @@ class AsyncGRPOTrainer:
         """Where each step is saved; None: nowhere."""
         self.after_step: Callable[[], None] = lambda: None
         self.trained: list[list[RolloutSample]] = []
-        self.fetched: list[RolloutSample] = []
 
     def train(self, steps: int, resume_from_checkpoint: str | None = None) -> None:
         if resume_from_checkpoint is not None:
@@ -129,7 +128,6 @@ class AsyncGRPOTrainer:
             except queue.Empty:
                 self.rollout_worker.check_health(300.0)
                 continue
-            self.fetched.append(sample)
             if self.model_version - sample.model_version > self.args.max_staleness:
                 self._metrics["train"]["sample/dropped_stale_total"].append(1.0)
                 continue

@@ -87,8 +87,6 @@ class Server:
         self.rejects = False
         self.live: dict[asyncio.Event, None] = {}
         self.generated = 0
-        self.most_in_flight = 0
-        self.labels: list[int] = []
         self.fails: list[Exception] = []
         """Raised by the next requests."""
         self.wrong: list[dict[str, Any]] = []
@@ -105,7 +103,6 @@ class Server:
             raise self.fails.pop()
         aborted = asyncio.Event()
         self.live[aborted] = None
-        self.most_in_flight = max(self.most_in_flight, len(self.live))
         row, sample = token_ids[1], token_ids[2]
         held, end = len(token_ids) - 3, self._length_of(row, sample)
         tokens: list[int] = []
@@ -131,7 +128,6 @@ class Server:
         return synthetic_rows("routed_experts", whole, [(PolicyVersion(0, self.label), len(ids) - 1)]).astype(np.int32)
 
     def _output(self, tokens: list[int], logprobs: list[float], reason: str, before: Sequence[int] = ()) -> Any:
-        self.labels.append(self.label)
         made = {"token_ids": tokens, "log_probs": logprobs, "stop_reason": reason}
         made["extra_fields"] = {"global_steps": self.label}
         if self.experts and tokens:

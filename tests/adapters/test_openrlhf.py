@@ -13,7 +13,7 @@ import runpy
 import sys
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +28,6 @@ from tiny_vision import IMAGE_ID, encoded, picture, tiny_processor
 from adapters.openrlhf_stand_in import GROUPS, ROWS, SAMPLES, Engine, Loader, Run, Tokenizer, installed, namespace, row
 from april.adapters import openrlhf as launcher
 from april.adapters.openrlhf.rollouts import OpenRLHFRollouts, TransferThread
-from april.core.types import Prompt
-from april.driver.rewards import Response
 from april.engines.attachments import attachment_bytes
 from april.engines.protocol import Capabilities, Chunk, Request
 from april.engines.served.wire import CallReply
@@ -119,23 +117,37 @@ def agent_named(name: str, folder: Path) -> str:
     return str(file)
 
 
-def test_an_agent_decides_which_of_its_tokens_are_trained(tmp_path: Path) -> None:
-    """``action_ranges`` and ``truncated`` are the executor's, over restarts too."""
-    agent = agent_named("TrainsTheEnd", tmp_path)
-    with Run(train__agent_func_path=agent) as run:
-        run.step()
-        run.step()
-        state, first = run.loader.state_dict(), run.responses
-        played = run.rollouts._agents._executor.execute.__globals__["played"]  # type: ignore[union-attr]
-    with Run(train__agent_func_path=agent) as run:
-        run.loader.load_state_dict(state)
-        run.episode()
-        played += run.rollouts._agents._executor.execute.__globals__["played"]  # type: ignore[union-attr]
-    said = {tuple(result["observation_tokens"]): result["action_ranges"] for result in played}
-    for response in first + run.responses:
-        assert response["action_ranges"] == said[tuple(response["observation_tokens"])]
-        assert response["truncated"] is False
-    assert any(r["extra_logs"]["april/resumes"] for r in first + run.responses)
+@pytest.mark.parametrize("name", ["AgentExecutor", "TrainsTheEnd"])
+def test_an_agent_goes_on_after_a_restart(name: str, tmp_path: Path) -> None:
+    """Responses that were finished and not delivered keep their rewards, what stands behind them, and what their
+    executor says of the tokens that are trained.
+    """
+    agent = agent_named(name, tmp_path)
+    labels: list[str] = []
+    responses: list[dict[str, Any]] = []
+    played: list[dict[str, Any]] = []
+    state = None
+    for _ in range(2):
+        with Run(train__agent_func_path=agent) as run:
+            if state is None:
+                run.step()
+                run.step()
+                state = run.loader.state_dict()
+            else:
+                run.loader.load_state_dict(state)
+                run.episode()
+            labels += run.labels
+            responses += run.responses
+            played += run.rollouts._agents._executor.execute.__globals__["played"]  # type: ignore[union-attr]
+    assert Counter(labels) == ALL
+    said = {tuple(result["observation_tokens"]): result for result in played}
+    for response in responses:
+        assert response["observation_tokens"][-2:] == [8, 9]
+        result = said[tuple(response["observation_tokens"])]
+        assert response["action_ranges"] == result["action_ranges"]
+        assert response["truncated"] is result.get("truncated", False)
+    assert any(r["extra_logs"]["april/resumes"] for r in responses)
+    assert not run.rollouts.ledger["tokens"].dropped
 
 
 def test_an_agent_may_ask_from_an_event_loop_of_its_own(tmp_path: Path) -> None:
@@ -150,21 +162,6 @@ def test_an_agent_may_ask_from_an_event_loop_of_its_own(tmp_path: Path) -> None:
     assert Counter(run.labels) == ALL
     assert Counter(map(plain, run.responses)) == Counter(map(plain, executor.execute.__globals__["played"]))
     assert len(executor.servers) <= 2 * GROUPS * SAMPLES < len(run.responses)
-
-
-def test_an_agent_goes_on_after_a_restart() -> None:
-    """Responses that were finished and not delivered keep their rewards, and what stands behind them."""
-    with Run(train__agent_func_path=AGENT) as run:
-        run.step()
-        run.step()
-        state = run.loader.state_dict()
-        first = run.labels
-    with Run(train__agent_func_path=AGENT) as run:
-        run.loader.load_state_dict(state)
-        run.episode()
-    assert Counter(first + run.labels) == ALL
-    assert all(r["observation_tokens"][-2:] == [8, 9] for r in run.responses)
-    assert not run.rollouts.ledger["tokens"].dropped
 
 
 def test_an_agent_that_returns_other_tokens_is_told(tmp_path: Path) -> None:
@@ -286,32 +283,16 @@ def test_checkpoints_without_april() -> None:
         assert run.loader.state_dict()["april"].dtype.itemsize == 1
 
 
-def test_what_a_rejected_group_was_given_is_kept_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rejected_group_was_given_is_kept_for_a_batch() -> None:
     """A state that was taken just before the verdict asks for it after it; and nobody does later."""
-    in_range = OpenRLHFRollouts._in_range
-    rejected = 0
-
-    def judged(self: OpenRLHFRollouts, prompt: Prompt, responses: Sequence[Response]) -> bool:
-        nonlocal rejected
-        kept = in_range(self, prompt, responses)
-        rejected += not kept
-        assert {response.sample_id for response in responses} <= set(self._scored)
-        return kept
-
-    def scores(query: str, prompt: str, label: str) -> Any:
-        return {"rewards": 1.0, "scores": [int(label) % 2 / 2]}
-
-    monkeypatch.setattr(OpenRLHFRollouts, "_in_range", judged)
     with Run(algo__dynamic_filtering_enable=True) as run:
         for engine in run.engines:
-            engine.answer = scores
+            engine.answer = lambda query, prompt, label: {"rewards": 1.0, "scores": [int(label) % 2 / 2]}
         seen: list[set[int]] = []
         while run.step():
-            scheduler = run.rollouts.scheduler
-            assert scheduler is not None
             scored = {sample_id.group for sample_id in list(run.rollouts._scored)}
-            seen.append(scored - scheduler.held_groups())
-    assert rejected
+            assert run.rollouts.scheduler is not None
+            seen.append(scored - run.rollouts.scheduler.held_groups())
     assert any(seen)
     assert not any(first & third for first, third in zip(seen, seen[2:], strict=False))
 
@@ -410,6 +391,10 @@ def test_every_prompt_is_trained_once(
         assert not generator.samples_generator.stock_calls
 
 
+FEW: dict[str, Any] = {**CONTINUOUS, "max_in_flight": GROUPS * SAMPLES}
+LONG: dict[str, Any] = {"rollout__max_new_tokens": 2000, "data__max_len": 4000}
+
+
 class SomeAreLong:
     """Lengths of responses: those of the second batch take the better part of a second."""
 
@@ -417,22 +402,16 @@ class SomeAreLong:
         return 1500 if GROUPS <= group < 2 * GROUPS else 20 + 3 * index + group % 5
 
 
-def running_in_updates(kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Requests at the engines at each optimizer step."""
-    running: list[int] = []
-    monkeypatch.setattr("adapters.openrlhf_stand_in.LENGTHS", SomeAreLong())
-    run = Training(
-        kind, settings, monkeypatch, update=lambda training: running.append(sum(e.running for e in training.engines)),
-        rollout__max_new_tokens=2000, data__max_len=4000,
-    )  # fmt: skip
-    assert run.labels() == EACH
-    return running
-
-
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_engines_go_on_while_the_trainer_trains(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is unfinished when the first batch is delivered runs on during its optimizer step."""
-    assert running_in_updates(kind, {**CONTINUOUS, "max_in_flight": GROUPS * SAMPLES}, monkeypatch)[0] > 0
+    running: list[int] = []
+    monkeypatch.setattr("adapters.openrlhf_stand_in.LENGTHS", SomeAreLong())
+    run = Training(
+        kind, FEW, monkeypatch, update=lambda training: running.append(sum(e.running for e in training.engines)), **LONG
+    )
+    assert run.labels() == EACH
+    assert running[0] > 0
 
 
 def test_a_broadcast_does_not_wait_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,10 +435,7 @@ def test_a_broadcast_does_not_wait_for_a_batch(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(OpenRLHFRollouts, "next", taken)
     monkeypatch.setattr(Engine, "receive", received)
-    Training(
-        "async", {**CONTINUOUS, "max_in_flight": GROUPS * SAMPLES}, monkeypatch,
-        update=lambda training: asked_again.wait(10), rollout__max_new_tokens=2000, data__max_len=4000,
-    )  # fmt: skip
+    Training("async", FEW, monkeypatch, update=lambda training: asked_again.wait(10), **LONG)
     assert happened[:6] == ["asked", "delivered", "asked", "weights", "weights", "delivered"]
 
 
@@ -503,9 +479,6 @@ def test_a_transfer_that_breaks_off(kind: str, monkeypatch: pytest.MonkeyPatch) 
         stock(self)
 
     monkeypatch.setattr(BasePPOTrainer, "broadcast_to_vllm", breaks)
-    seen: list[OpenRLHFRollouts] = []
-    close = OpenRLHFRollouts.close
-    monkeypatch.setattr(OpenRLHFRollouts, "close", lambda self: (seen.append(self), close(self)))
     with pytest.raises((OSError, RolloutError), match=r"a rank is gone|transfer of weights failed"):
         Training(kind, CONTINUOUS, monkeypatch)
 

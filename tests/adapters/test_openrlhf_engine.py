@@ -18,6 +18,7 @@ from fake_servers.base import uncut
 from fake_servers.images import PLACEHOLDER, TOKENS_EACH, FakeImages, features, salt_of
 from msgspec import structs
 from PIL import Image
+from server_fixtures import until, update
 
 from april.adapters.openrlhf.rollouts import OpenRLHFEngine, connect
 from april.core.attachments import Attachment, Placed
@@ -59,9 +60,7 @@ class Actor:
         return copy.deepcopy(await value if asyncio.iscoroutine(value) else value)
 
 
-@pytest.fixture(autouse=True)
-def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_vllm(monkeypatch)
+vllm = pytest.fixture(autouse=True)(install_vllm)
 
 
 @asynccontextmanager
@@ -83,15 +82,6 @@ def request(attempt: str = "a1", tokens: list[int] | None = None, most: int = 20
 
 async def collect(engine: OpenRLHFEngine, asked: Request) -> list[Chunk]:
     return [chunk async for chunk in engine.generate(asked)]
-
-
-async def until_stopped(llm: FakeAsyncLLM, count: int = 1) -> None:
-    """Until so many requests stand at the limit; a few turns of the loop, and never for ever."""
-    for _ in range(10_000):
-        if llm.stopped >= count:
-            return
-        await asyncio.sleep(0)
-    raise AssertionError(f"{llm.stopped} requests stand at the limit")
 
 
 def text(count: int, weights: str = "tiny0", prompt: list[int] | None = None) -> list[int]:
@@ -150,7 +140,7 @@ async def test_an_abort_hands_over_what_there_is() -> None:
         llm.limit(20)
         first = asyncio.create_task(collect(engine, request("a1")))
         second = asyncio.create_task(collect(engine, request("a2", [40])))
-        await until_stopped(llm, 2)
+        await until(lambda: llm.stopped == 2)
         await engine.abort(["a1", "unknown"])
         (cut,) = await first
         llm.limit()
@@ -185,7 +175,7 @@ async def test_weights_wait_for_no_request() -> None:
     async with world(mean_length=10**9) as (llm, actor, engine):
         llm.limit(5)
         running = asyncio.create_task(collect(engine, request()))
-        await until_stopped(llm)
+        await until(lambda: llm.stopped == 1)
         with pytest.raises(EngineError, match="weights were updated while 1 requests run"):
             actor.side.require_idle()
         with pytest.raises(EngineError, match="pause the engine first"):
@@ -218,9 +208,7 @@ async def test_an_actor_that_was_started_anew_during_a_transfer() -> None:
         with pytest.raises(EngineError, match="restarted while weights were handed over"):
             await engine.update_weights(PolicyVersion(0, 1))
         await engine.resume()
-        await engine.pause()
-        await engine.update_weights(PolicyVersion(0, 1))
-        await engine.resume()
+        await update(engine, PolicyVersion(0, 1))
         (chunk,) = await collect(engine, request())
         assert chunk.version == PolicyVersion(0, 1)
 
@@ -265,10 +253,8 @@ async def test_a_request_that_is_given_up() -> None:
     async with world(mean_length=10**9) as (llm, _, engine):
         llm.limit(5)
         running = asyncio.create_task(collect(engine, request()))
-        await until_stopped(llm)
+        await until(lambda: llm.stopped == 1)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert not llm.open_requests
+        await until(lambda: not llm.open_requests)

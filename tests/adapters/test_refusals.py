@@ -57,9 +57,8 @@ def refused(kind: Refuse, text: str, *arguments: Any, **options: Any) -> None:
 
 
 def trl_trainer(changes: Changes, own: Changes, tmp_path: Path) -> Any:
-    partials = {"over_sampling_batch_size": 4, "engine": {"kind": "transformers", "stream_interval": 4}}
     trainer = trl_adapter.april_trainer(trl.GRPOTrainer)
-    return trainer(tiny_model(), trl_adapter.rollout(partials | own), trl.prompts(12), **changes)
+    return trainer(tiny_model(), trl_adapter.rollout(trl.PARTIALS | own), trl.prompts(12), **changes)
 
 
 def slime_rollout(changes: Changes, own: Any, tmp_path: Path, data: Any = None) -> Any:
@@ -89,6 +88,7 @@ SIX = {"n_samples_per_prompt": 6}
 MINE = {"custom_reward_post_process_path": f"{USER}.my_rewards"}
 HOOKED = {"custom_reward_post_process_path": "april.adapters.slime.post_process_rewards"}
 QUORUM = {"group_quorum": 0.5}
+AGENT = {"rollout": f"{USER}.agent"}
 GOES_ON = {"generation": "continuous"}
 OWN_ESTIMATOR = {"algorithm__adv_estimator": "april_grpo"}
 FILTERS = {"algorithm__filter_groups__enable": True}
@@ -171,6 +171,13 @@ WRONG: dict[str, list[tuple[Changes, Any, str]]] = {
         ({"colocate": True}, GOES_ON, "--colocate: the engines sleep while the trainer trains"),
         ({"offload_rollout": True}, GOES_ON, "--offload-rollout: the engines sleep while the trainer trains"),
         ({"custom_generate_function_path": f"{USER}.over_http"}, GOES_ON, "-generate-function-path: it sends its"),
+        ({}, AGENT, "april.rollout .. slime takes the mean reward over rows; add --custom-reward-post-process-path"),
+        ({**HOOKED, "use_dynamic_batch_size": False}, AGENT, "slime's micro-batches  .. add --use-dynamic-batch-size"),
+        ({**HOOKED, "rollout_sample_hook_path": [f"{USER}.mark"]}, AGENT, "hook-path would see only the first; leave"),
+        ({**HOOKED, "log_passrate": True}, AGENT, "several rows for one response, but --log-passrate takes n per grou"),
+        ({**HOOKED, "custom_generate_function_path": f"{USER}.generate"}, AGENT, "both generate the responses; leave"),
+        ({}, {"rollout": 7}, "slime cannot load 7"),
+        (HOOKED, {"rollout": f"{USER}.generate"}, "april.rollout"),
     ],
     "verl": [
         ({"algorithm__rollout_correction__rollout_is": None}, {},

@@ -26,7 +26,6 @@ from tiny_vision import VOCAB as WORDS
 from adapters import slime_functions_of_a_user as user
 from adapters.players import uncut_of
 from adapters.slime_stand_in import (
-    DataSource,
     Run,
     Sample,
     Status,
@@ -36,9 +35,8 @@ from adapters.slime_stand_in import (
     images_of,
     installed,
     namespace,
-    simulated,
 )
-from april.adapters.slime import make_generate_rollout, post_process_rewards
+from april.adapters.slime import post_process_rewards
 from april.adapters.slime.arguments import config_of
 from april.adapters.slime.framework import Framework
 from april.adapters.slime.hooks import SlimeHooks
@@ -219,16 +217,22 @@ def test_a_hook_runs_once_on_a_sample_whose_reward_fails(flags: dict[str, Any], 
     assert all(s.reward == s.response_length == 4 + 3 * s.index % 40 for s in samples)
 
 
-def test_a_custom_generate_function_generates() -> None:
-    """--custom-generate-function-path: its sample is the truth, april's books agree."""
-    with Run(custom_generate_function_path=f"{USER}.generate") as run:
-        for rollout_id in range(6):
-            for s in run.samples(rollout_id):
-                goal = 5 + 3 * s.index % 40
-                assert s.tokens == [1, 2, *range(10, 10 + goal)]
-                assert s.reward == s.response_length == goal == s.metadata["april"]["spans"][-1][1]
-        books = run.scheduler.ledger()
-        assert books["prompts"].observed == len(run.data.drawn) == 18 + books["prompts"].held
+def test_a_custom_generate_function_generates(tmp_path: Path) -> None:
+    """--custom-generate-function-path: its sample is the truth, april's books agree, and a restart goes on with it."""
+    trained: Counter[int] = Counter()
+    for start in (0, 6):
+        with Run(tmp_path, start, custom_generate_function_path=f"{USER}.generate") as run:
+            for rollout_id in range(start, start + 6):
+                for s in run.samples(rollout_id):
+                    goal = 5 + 3 * s.index % 40
+                    assert s.tokens == [1, 2, *range(10, 10 + goal)]
+                    assert s.reward == s.response_length == goal == s.metadata["april"]["spans"][-1][1]
+                    trained[s.index] += 1
+            books = run.scheduler.ledger()["prompts"]
+            assert books.observed == run.data.groups == books.delivered + books.held
+            run.data.save(rollout_id)
+    assert set(trained.values()) == {1}
+    assert len(trained) == 2 * 36
 
 
 def test_slime_evaluates_itself() -> None:
@@ -260,15 +264,21 @@ def test_slimes_filter_sees_the_rewards_that_are_trained() -> None:
 # ---------------------------------------------------------------- checkpoints
 
 
-def test_a_batch_that_was_not_trained_on_comes_again(tmp_path: Path) -> None:
-    """slime's asynchronous loop saves rollout r after it has asked for r + 1: that batch is delivered again."""
-    with Run(tmp_path) as run:
+@pytest.mark.parametrize("flags", [{}, REPLAY], ids=["plain", "with experts"])
+def test_a_batch_that_was_not_trained_on_comes_again(flags: dict[str, Any], tmp_path: Path) -> None:
+    """slime's asynchronous loop saves rollout r after it has asked for r + 1: that batch is delivered again.
+
+    Its rows of experts come again too; the file has no second copy of them.
+    """
+    with Run(tmp_path, **flags) as run:
         run(0)
         run(1)
         lost = run.samples(2)
         run.data.save(1)
-    with Run(tmp_path, 2) as run:
+    with Run(tmp_path, 2, **flags) as run:
         again = run.samples(2)
+    if flags:
+        replayed(run, again)
     # the saved weights were trained on rollout 1, those that generated rollout 2 were not
     for was, now in zip(lost, again, strict=True):
         check_response(now)
@@ -333,19 +343,6 @@ def test_a_group_that_nobody_has_asked_for_is_kept(tmp_path: Path) -> None:
     for sample in samples:
         check_response(sample)
     assert ahead[0].group_index in {s.group_index for s in samples}
-
-
-def test_a_custom_generate_function_goes_on_with_its_sample(tmp_path: Path) -> None:
-    """What a function of the user has made of unfinished samples is in the checkpoint too."""
-    flags = {"custom_generate_function_path": f"{USER}.generate"}
-    with Run(tmp_path, **flags) as run:
-        first = run.samples(0)
-        run.data.save(0)
-    with Run(tmp_path, 1, **flags) as run:
-        second = run.samples(1)
-    for s in second:
-        assert s.tokens == [1, 2, *range(10, 15 + 3 * s.index % 40)]
-    assert not {s.group_index for s in first} & {s.group_index for s in second}
 
 
 def test_a_checkpoint_without_carry_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -420,21 +417,6 @@ def test_the_conversations_of_an_agent_are_rows_that_count_once(tmp_path: Path) 
             assert second.train_metadata["april"] is not sample.train_metadata["april"]
     assert several > 3
     assert scored >= set(rows)
-
-
-def test_what_an_agent_cannot_go_with() -> None:
-    """Everything that takes rows for responses, and a second function that generates."""
-    for flags, said in (
-        ({"custom_reward_post_process_path": None}, "takes the mean reward over rows; add --custom-reward-post"),
-        ({"use_dynamic_batch_size": False}, "slime's micro-batches .build_dp_schedule.; add --use-dynamic"),
-        ({"rollout_sample_hook_path": [f"{USER}.mark"]}, "--rollout-sample-hook-path would see only the first; leave"),
-        ({"log_passrate": True}, "may return several rows for one response, but --log-passrate takes n per group"),
-        ({"custom_generate_function_path": f"{USER}.generate"}, "both generate the responses; leave out one of them"),
-        ({"april": {"rollout": 7}}, "slime cannot load 7"),
-        ({"april": {"rollout": f"{USER}.generate"}}, "april.rollout"),
-    ):
-        with Run(**AGENT | flags) as run, pytest.raises(ConfigError, match=said):
-            run(0)
 
 
 def test_a_plain_agent_of_one_conversation_is_what_april_does_itself() -> None:
@@ -514,12 +496,11 @@ def test_nothing_of_a_rejected_group_is_kept() -> None:
 
 def test_a_quorum_needs_no_hook_where_rewards_go_as_they_are() -> None:
     """--disable-rewards-normalization, PPO, REINFORCE++: no group is looked at."""
-    args = namespace(n_samples_per_prompt=SIZE, april={"group_quorum": 0.5}, advantage_estimator="reinforce_plus_plus")
-    function = make_generate_rollout([simulated("e0")], check=True)
-    groups = function(args, 0, DataSource(args)).samples
-    function.close()
-    assert "advantage" not in groups[0][0].metadata["april"]
-    assert sum(map(len, groups)) == N * SIZE
+    own = {"group_quorum": 0.5}
+    with Run(n_samples_per_prompt=SIZE, advantage_estimator="reinforce_plus_plus", april=own) as run:
+        samples = run.samples(0)
+    assert "advantage" not in samples[0].metadata["april"]
+    assert len(samples) == N * SIZE
 
 
 # ---------------------------------------------------------------- experts
@@ -559,18 +540,6 @@ def test_rows_go_on_after_a_restart(tmp_path: Path) -> None:
     assert b"routed_experts" in carry_path(str(tmp_path), 1).read_bytes()
     with Run(tmp_path, 2, **REPLAY) as again:
         assert any(replayed(again, again.samples(i)) for i in range(2, 40))
-
-
-def test_a_batch_that_comes_again_has_its_rows_again(tmp_path: Path) -> None:
-    """A rollout that was delivered and not trained is in the file without a second copy of its rows."""
-    with Run(tmp_path, **REPLAY) as run:
-        run.samples(0)
-        first = run.samples(1)
-        run.data.save(0)
-    with Run(tmp_path, 1, **REPLAY) as again:
-        second = again.samples(1)
-        replayed(again, second)
-        assert [s.tokens for s in second] == [s.tokens for s in first]
 
 
 def test_the_flags_say_the_shape() -> None:
@@ -626,9 +595,9 @@ def engines() -> list[FakeEngine]:
                        eos_token_id=IMAGE_EOS) for i in range(2)]  # fmt: skip
 
 
-def opened(**flags: Any) -> Any:
+def seeing(directory: Path | None = None, start: int = 0, **flags: Any) -> Run:
     """The process of a run whose samples have images."""
-    return lambda directory=None, start=0: Run(directory, start, engines_of=engines, **SEES, **flags)
+    return Run(directory, start, engines_of=engines, **SEES, **flags)
 
 
 def check_images(run: Run, sample: Sample) -> int:
@@ -654,7 +623,7 @@ def check_images(run: Run, sample: Sample) -> int:
 
 def test_each_sample_has_its_own_images() -> None:
     """Prompts of none, one and two images, of several sizes; some are cut and continued with the same ones."""
-    with opened()() as run:
+    with seeing() as run:
         checked = (sum([check_images(run, sample) for sample in run.samples(i)]) for i in range(40))
         assert any(found >= 2 for found in accumulate(checked))
         for engine in run.engines:
@@ -666,7 +635,7 @@ def test_each_sample_has_its_own_images() -> None:
 
 def test_samples_of_a_group_share_what_they_have_of_images() -> None:
     """While they are held there is one copy, in the prompt; the actor's tensors are one object for a group."""
-    with opened()() as run:
+    with seeing() as run:
         for i in range(3):
             groups = run(i)
             for group in groups:
@@ -680,19 +649,19 @@ def test_samples_of_a_group_share_what_they_have_of_images() -> None:
 
 def test_images_go_on_after_a_restart(tmp_path: Path) -> None:
     """The checkpoint has each image once, by its hash, and no other process of slime's is asked for it."""
-    with opened()(tmp_path) as run:
+    with seeing(tmp_path) as run:
         for i in (0, 1):
             for sample in run.samples(i):
                 check_images(run, sample)
         run.data.save(1)
     assert carry_path(str(tmp_path), 1).read_bytes().count(b"\x89PNG") <= 2 * 5
-    with opened()(tmp_path, 2) as again:
+    with seeing(tmp_path, 2) as again:
         assert any(sum([check_images(again, sample) for sample in again.samples(i)]) for i in range(2, 40))
 
 
 def test_a_reward_sees_the_images() -> None:
     """slime's functions find them in the sample, as its data set gave them."""
-    with opened(custom_rm_path="adapters.test_slime.counts_images")() as run:
+    with seeing(custom_rm_path="adapters.test_slime.counts_images") as run:
         for sample in run.samples(0):
             assert sample.reward == int(str(sample.label)) % 3
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from april.engines.protocol import Chunk, EngineFinish, Request
 from april.errors import EngineError, RequestRefused
 
 PROMPT = np.array([5, 7], np.int32)
+pytestmark = pytest.mark.asyncio
 
 
 @pytest.fixture(autouse=True)
@@ -48,21 +50,18 @@ class Told:
         return sample
 
 
-def engine_test(test: Callable[[FunctionEngine, Told, Held], Awaitable[None]], **flags: Any) -> None:
-    """The engine with two samples of one group."""
+@asynccontextmanager
+async def world(**flags: Any) -> AsyncIterator[tuple[FunctionEngine, Told, Held]]:
+    """The engine with two samples of one group, its function, and what it keeps of samples."""
     args = namespace(**flags)
-    framework, told, samples = Framework("slime"), Told(), {}
+    framework, told, samples = Framework("slime"), Told(), dict[Any, Any]()
     groups = Groups(DataSource(args), 2, lambda text: Tokenizer().encode(text, False), framework.check_sample)
     group = next(groups)["group"]
-
-    async def program() -> None:
-        engine = FunctionEngine(args, framework, told.generate, groups, samples, ())
-        engine._fresh = {SampleId(0, i): group[i] for i in range(2)}
-        async with asyncio.timeout(20):
-            await test(engine, told, samples)
-        await engine.close()
-
-    asyncio.run(program())
+    engine = FunctionEngine(args, framework, told.generate, groups, samples, ())
+    engine._fresh = {SampleId(0, i): group[i] for i in range(2)}
+    async with asyncio.timeout(20):
+        yield engine, told, samples
+    await engine.close()
 
 
 def request(index: int, attempt: str, offset: int = 0) -> Request:
@@ -85,10 +84,9 @@ async def begun(told: Told, count: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_a_sample_goes_on_where_it_stood() -> None:
+async def test_a_sample_goes_on_where_it_stood() -> None:
     """The function gets what it made before, and april the new tokens only, under the present version."""
-
-    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+    async with world() as (engine, told, samples):
         told.go = True
         first = await read(engine, request(0, "a"))
         await engine.update_weights(PolicyVersion(0, 1))
@@ -101,13 +99,10 @@ def test_a_sample_goes_on_where_it_stood() -> None:
         await read(engine, request(0, "c"))
         assert samples[SampleId(0, 0)].tokens == [5, 7, 9]
 
-    engine_test(test)
 
-
-def test_a_response_that_april_has_refused_goes_on_where_it_stood() -> None:
+async def test_a_response_that_april_has_refused_goes_on_where_it_stood() -> None:
     """From the state before the call that april did not believe; without that state nothing is made up."""
-
-    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+    async with world() as (engine, told, samples):
         told.go = True
         await read(engine, request(0, "a"))
         await read(engine, request(0, "b", offset=1))
@@ -117,13 +112,10 @@ def test_a_response_that_april_has_refused_goes_on_where_it_stood() -> None:
         with pytest.raises(EngineError, match=r"no state of sample .* with the 7 tokens"):
             await read(engine, request(0, "d", offset=7))
 
-    engine_test(test)
 
-
-def test_one_of_several_is_ended_without_the_others() -> None:
+async def test_one_of_several_is_ended_without_the_others() -> None:
     """Its call is given up, the sample stays as it was; the other one runs to its end."""
-
-    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+    async with world() as (engine, told, samples):
         calls = [asyncio.create_task(read(engine, request(i, name))) for i, name in enumerate("ab")]
         await begun(told, 2)
         await engine.abort(["a", "unknown"])
@@ -133,13 +125,10 @@ def test_one_of_several_is_ended_without_the_others() -> None:
         assert (await calls[1]).tokens.tolist() == [9]
         assert set(samples) == {SampleId(0, 1)}
 
-    engine_test(test)
 
-
-def test_a_pause_waits_for_the_end_of_calls_and_holds_new_ones() -> None:
+async def test_a_pause_waits_for_the_end_of_calls_and_holds_new_ones() -> None:
     """Nothing runs when pause returns; what waits before the gate can be aborted there."""
-
-    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+    async with world() as (engine, told, _):
         running = asyncio.create_task(read(engine, request(0, "a")))
         await begun(told, 1)
         pausing = asyncio.create_task(engine.pause())
@@ -155,16 +144,13 @@ def test_a_pause_waits_for_the_end_of_calls_and_holds_new_ones() -> None:
         assert told.begun == 2
         assert (await engine.health()).ok
 
-    engine_test(test)
 
-
-def test_a_pause_ends_calls_that_do_not_end_themselves(
+async def test_a_pause_ends_calls_that_do_not_end_themselves(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After the deadline of a pause, said in the log: weights are not held up by a tool that hangs."""
     monkeypatch.setattr("april.engines.http.server_engine.PAUSE_DEADLINE_S", 0.05)
-
-    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+    async with world() as (engine, told, samples):
         running = asyncio.create_task(read(engine, request(0, "a")))
         await begun(told, 1)
         with pytest.raises(EngineError, match="weights were updated while 1 requests run"):
@@ -177,16 +163,13 @@ def test_a_pause_ends_calls_that_do_not_end_themselves(
         await engine.resume()
         told.go = True
         assert (await read(engine, request(0, "b"))).version == (0, 1)
-
-    engine_test(test)
     assert "has not ended 1 aborted requests within 0.05 s" in caplog.text
     assert "and their tokens are lost" in caplog.text
 
 
-def test_the_function_gets_slimes_sampling_parameters() -> None:
+async def test_the_function_gets_slimes_sampling_parameters() -> None:
     """Top-p with the ids that the trainer replays; and no weights through april."""
-
-    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+    async with world(rollout_top_p=0.9, rollout_temperature=0.7) as (engine, told, _):
         told.go = True
         await read(engine, request(0, "a"))
         (params,) = told.seen
@@ -195,13 +178,10 @@ def test_the_function_gets_slimes_sampling_parameters() -> None:
         with pytest.raises(EngineError, match="slime updates the weights of its servers itself"):
             await engine.update_weights(PolicyVersion(0, 1), "/weights")
 
-    engine_test(test, rollout_top_p=0.9, rollout_temperature=0.7)
 
-
-def test_several_samples_for_one_are_refused() -> None:
+async def test_several_samples_for_one_are_refused() -> None:
     """Before april's books could be wrong."""
-
-    async def test(engine: FunctionEngine, told: Told, samples: Held) -> None:
+    async with world() as (engine, _, samples):
         async def several(*_: Any) -> list[Sample]:
             return [Sample(), Sample()]
 
@@ -209,5 +189,3 @@ def test_several_samples_for_one_are_refused() -> None:
         with pytest.raises(RequestRefused, match="returned several samples for one"):
             await read(engine, request(0, "a"))
         assert not samples
-
-    engine_test(test)

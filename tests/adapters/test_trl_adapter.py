@@ -10,16 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
-import torch
 from fake_servers.vllm import FakeVllmServer
 from server_fixtures import KNOWN, ServerThread
 from tiny_models import tiny_model
 
 import april
 from april.adapters import trl as adapter
-from april.adapters.trl.checkpoint import STATE_FILE, buffer_file
+from april.adapters.trl.checkpoint import STATE_FILE
 from april.adapters.trl.data import ROW, DatasetPasses
 from april.adapters.trl.trainer import METRICS
 from april.weights.sender import WeightSender
@@ -28,10 +26,7 @@ from april.weights.source import Weights
 from . import stand_in_trl as trl
 
 Trainer = adapter.april_trainer(trl.GRPOTrainer)
-PARTIALS: dict[str, Any] = {
-    "over_sampling_batch_size": 4,
-    "engine": {"kind": "transformers", "stream_interval": 4},
-}
+PARTIALS = trl.PARTIALS | {"over_sampling_batch_size": 4}
 
 
 def trainer(count: int = 12, settings: dict[str, Any] | None = None, **args: Any) -> Any:
@@ -60,25 +55,6 @@ def test_six_metrics_are_logged_unless_others_are_asked_for(
 
 def delivered(made: Any) -> Counter[int]:
     return Counter(row["answer"] for rows in made.scored for row in rows[::2])
-
-
-def test_what_is_scored_is_what_was_delivered() -> None:
-    """Rows have the prompt and the columns of their response, each prompt once; old log-probabilities are april's."""
-    made = trainer()
-    made.train(steps=6)
-
-    assert delivered(made) == dict.fromkeys(range(12), 1)
-    assert [row["answer"] for rows in made.scored for row in rows[::2]] != list(range(12))
-    for rows, output in zip(made.scored, made.outputs, strict=True):
-        assert output["prompt_ids"] == made._tokenize_prompts([row["prompt"] for row in rows])[0]
-        assert rows[0]["prompt"] == rows[1]["prompt"]
-        assert rows[0] is not rows[1]  # TRL writes into its rows
-        assert output["old_per_token_logps"] is output["sampling_per_token_logps"]
-        assert [len(row) for row in output["logprobs"]] == [len(row) for row in output["completion_ids"]]
-    assert made.model.training
-    assert sum(made._metrics["train"]["april/resumed_samples"]) > 0
-    assert made.rollout_func.scheduler is None
-    assert made.rollout_func.ledger["prompts"].delivered == 12
 
 
 def test_each_pass_has_its_own_order_and_follows_the_seed() -> None:
@@ -135,33 +111,6 @@ def test_a_trainer_that_was_stopped_in_a_batch_goes_on_from_its_checkpoint(tmp_p
     assert seen == [(0, None)]
 
 
-def test_a_half_trained_generation_batch_is_in_the_checkpoint(tmp_path: Path) -> None:
-    """Its tensors come back, and its rows are not delivered again."""
-    before = trainer(steps_per_generation=2)
-    before.folder = tmp_path
-    parts = [{"completion_ids": torch.arange(6).view(2, 3) + i, "advantages": torch.ones(2)} for i in range(2)]
-
-    def step(output: Any) -> None:
-        before._buffered_inputs = parts
-
-    before.optimizer_step = step
-    before.train(steps=1)
-    after = trainer(steps_per_generation=2)
-    after._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-1"))
-
-    assert after._step == 1
-    for restored, part in zip(after._buffered_inputs, parts, strict=True):
-        assert all(torch.equal(restored[key], part[key]) for key in part)
-    buffer = tmp_path / "checkpoint-1" / buffer_file(0)
-    data = buffer.read_bytes()
-    buffer.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(april.CheckpointError, match=r"april_buffer_rank0.msgpack (is damaged|cannot be read)"):
-        trainer(steps_per_generation=2)._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-1"))
-    buffer.unlink()
-    with pytest.raises(april.CheckpointError, match=r"april_buffer_rank0.msgpack cannot be read"):
-        trainer(steps_per_generation=2)._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-1"))
-
-
 def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """One of other prompts, one whose prompts have changed, one without april's state."""
     before = trainer()
@@ -198,21 +147,11 @@ def test_an_evaluation_answers_what_was_asked_and_leaves_training_alone() -> Non
     assert Counter(row["answer"] for scored in trained for row in scored[::2]) == dict.fromkeys(range(12), 1)
 
 
-def test_servers_get_each_new_weights_through_a_directory(tmp_path: Path) -> None:
-    """Saved before the first rollout and after each step, of which only the last is left; other files stay."""
-    server = FakeVllmServer(max_running=4, turns=5)
-    (tmp_path / "step_of_mine").mkdir()
-    with ServerThread(server):
-        engine = {"kind": "vllm", "urls": [server.url], **KNOWN}
-        rollouts = adapter.rollout(engine=engine, over_sampling_batch_size=3, weights_dir=tmp_path)
-        made = Trainer(tiny_model(), rollouts, trl.prompts(12))
-        made.train(steps=4)
-
-        assert not server.violations
-        assert server.weights == "step_3"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3", "step_of_mine"]
-    assert sum(delivered(made).values()) == 8
-    assert set(delivered(made).values()) == {1}
+def on_server(server: Any, **settings: Any) -> Any:
+    """A trainer before this server, which is in a thread."""
+    engine = {"kind": "vllm", "urls": [server.url], **KNOWN}
+    rollouts = adapter.rollout(engine=engine, over_sampling_batch_size=3, **settings)
+    return Trainer(tiny_model(), rollouts, trl.prompts(12))
 
 
 class NotedSender(WeightSender):
@@ -232,36 +171,42 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return NotedSender.sent
 
 
-@pytest.mark.parametrize("route", [{}, {"weights": "collective"}, {"weights_dir": True}, {"weights": "disk"}], ids=str)
-def test_servers_get_weights_from_the_trainers_process_where_they_take_them(
-    route: dict[str, Any], sent: list[list[str]], tmp_path: Path
+@pytest.mark.parametrize(("takes", "route", "by_directory"), [
+    (None, {"weights_dir": True}, True),
+    ("april_gloo", {}, False),
+    ("april_gloo", {"weights": "collective"}, False),
+    ("april_gloo", {"weights_dir": True}, False),
+    ("april_gloo", {"weights": "disk", "weights_dir": True}, True),
+], ids=str)  # fmt: skip
+def test_servers_get_each_new_weights(
+    takes: str | None, route: dict[str, Any], by_directory: bool, sent: list[list[str]], tmp_path: Path
 ) -> None:
-    """Under their names in a checkpoint, and no directory is needed; with both ways there is a choice."""
-    server = FakeVllmServer(max_running=4, turns=5, transfers="april_gloo")
-    disk = route.get("weights") == "disk"
-    settings = route | ({"weights_dir": tmp_path} if disk or "weights_dir" in route else {})
+    """Before the first rollout and after each step: from the trainer's process where they take them, under their names
+    in a checkpoint, or through a directory, of which only the last one is left; other files stay.
+    """
+    (tmp_path / "step_of_mine").mkdir()
+    server = FakeVllmServer(max_running=4, turns=5, transfers=takes)
     with ServerThread(server):
-        engine = {"kind": "vllm", "urls": [server.url], **KNOWN}
-        rollouts = adapter.rollout(engine=engine, over_sampling_batch_size=3, **settings)
-        made = Trainer(tiny_model(), rollouts, trl.prompts(12))
+        made = on_server(server, **route | ({"weights_dir": tmp_path} if "weights_dir" in route else {}))
         made.train(steps=4)
 
-    assert len(sent) == (0 if disk else 4)
+    assert not server.violations
+    assert len(sent) == (0 if by_directory else 4)
     assert all(names == list(made.model.state_dict()) for names in sent)
-    assert [path.name for path in tmp_path.iterdir()] == (["step_3"] if disk else [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3"] * by_directory + ["step_of_mine"]
+    assert not by_directory or server.weights == "step_3"
     assert sum(delivered(made).values()) == 8
+    assert set(delivered(made).values()) == {1}
 
 
 def test_servers_that_take_weights_by_a_directory_alone_need_one(tmp_path: Path) -> None:
     """Known when they were asked; where the other way is asked for by name, a directory does not do."""
     server = FakeVllmServer(max_running=4, turns=5)
     with ServerThread(server):
-        engine = {"kind": "vllm", "urls": [server.url], **KNOWN}
         with pytest.raises(april.ConfigError, match=r"accepts none from there, .* give rollout\(weights_dir=\.\.\.\)"):
-            Trainer(tiny_model(), adapter.rollout(engine=engine), trl.prompts(12)).train(steps=1)
-        rollouts = adapter.rollout(engine=engine, weights="collective", weights_dir=tmp_path)
+            on_server(server).train(steps=1)
         with pytest.raises(april.ConfigError, match=r"weights: collective: engine .* accepts none from there"):
-            Trainer(tiny_model(), rollouts, trl.prompts(12)).train(steps=1)
+            on_server(server, weights="collective", weights_dir=tmp_path).train(steps=1)
 
 
 def test_servers_get_the_weights_of_a_checkpoint_under_its_version(tmp_path: Path) -> None:
@@ -269,18 +214,15 @@ def test_servers_get_the_weights_of_a_checkpoint_under_its_version(tmp_path: Pat
     server = FakeVllmServer(max_running=4, turns=5)
     versions: list[tuple[int, int]] = []
 
-    def resumable(*, then: Path | None = None) -> Any:
-        engine = {"kind": "vllm", "urls": [server.url], **KNOWN}
-        rollouts = adapter.rollout(
-            engine=engine, over_sampling_batch_size=3, weights_dir=tmp_path / "weights", metrics=["staleness_max"]
-        )
-        made = Trainer(tiny_model(), rollouts, trl.prompts(12))
-        made.folder = then
-        made.optimizer_step = lambda output: versions.append(rollouts.scheduler.version)
+    def resumable() -> Any:
+        made = on_server(server, weights_dir=tmp_path / "weights", metrics=["staleness_max"])
+        made.optimizer_step = lambda output: versions.append(made.rollout_func.scheduler.version)
         return made
 
     with ServerThread(server):
-        resumable(then=tmp_path).train(steps=3)
+        before = resumable()
+        before.folder = tmp_path
+        before.train(steps=3)
         server.weights = "of another run"
         after = resumable()
         after.train(steps=4, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -289,21 +231,6 @@ def test_servers_get_the_weights_of_a_checkpoint_under_its_version(tmp_path: Pat
     # the first weight update of a run is that of its first step, with the weights that it begins with
     assert versions == [(0, 1), (0, 2), (0, 3), (1, 3), (1, 4)]
     assert after._metrics["train"]["april/staleness_max"][0] <= 2
-
-
-def test_too_old_tokens_are_masked() -> None:
-    """april's loss mask goes to TRL as env_mask, which is left out where everything carries loss."""
-    settings = PARTIALS | {"max_staleness": 0, "on_stale": "mask", "over_sampling_batch_size": 6}
-    made = trainer(settings=settings)
-    made.train(steps=6)
-
-    masks = [output.get("env_mask") for output in made.outputs]
-    assert masks[0] is None
-    masked = [mask for mask in masks if mask is not None]
-    assert masked
-    assert any(0 in row for mask in masked for row in mask)
-    with_mask = made.outputs[masks.index(masked[0])]
-    assert [len(row) for row in masked[0]] == [len(row) for row in with_mask["completion_ids"]]
 
 
 def test_dynamic_sampling_asks_the_trainers_reward_functions() -> None:
@@ -331,125 +258,6 @@ def test_dynamic_sampling_asks_the_trainers_reward_functions() -> None:
     assert all(row["answer"] % 2 == 0 for rows in made.scored for row in rows)
     assert any(answer[0] % 2 for answer in asked)
     assert made.rollout_func.ledger["prompts"].dropped
-
-
-# -------------------------------------------------------------------- quorum
-
-QUORUM = PARTIALS | {"group_quorum": 0.75}
-FOURS: dict[str, Any] = {"num_generations": 4, "generation_batch_size": 8}
-
-
-def value(ids: Any) -> float:
-    return sum(ids) % 7 / 4
-
-
-def values(completion_ids: Any, **others: Any) -> list[float]:
-    return [value(ids) for ids in completion_ids]
-
-
-def with_quorum(reward_funcs: Any = (values,), **changes: Any) -> tuple[Any, list[Any]]:
-    """A trainer with a quorum of 3 in 4, and the batches that it gets."""
-    rollouts = adapter.rollout(QUORUM | changes.pop("settings", {}), filter=changes.pop("filter", None))
-    made = Trainer(tiny_model(), rollouts, trl.prompts(8), reward_funcs=reward_funcs, **FOURS | changes)
-    batches: list[Any] = []
-    put = rollouts.put_advantages
-
-    def noted(*arguments: Any) -> None:
-        batches.append(rollouts._last_batch)
-        put(*arguments)
-
-    rollouts.put_advantages = noted  # type: ignore[method-assign]
-    return made, batches
-
-
-def compared_with(sample: Any) -> list[float]:
-    """Its own reward, and those of the first others of its group."""
-    others = [reward for index, reward in sample.cohort if index != sample.id.index]
-    return [value(sample.tokens.tolist()), *others[: len(sample.cohort) - 1]]
-
-
-def advantages_of(batch: Any, scale: str = "group") -> list[float]:
-    """A slow reference."""
-    of_batch = float(np.std([value(s.tokens.tolist()) for s in batch.samples], ddof=1))
-    found = []
-    for compared in map(compared_with, batch.samples):
-        scales = {"group": float(np.std(compared, ddof=1)) + 1e-4, "batch": of_batch + 1e-4, "none": 1.0}
-        found.append((compared[0] - float(np.mean(compared))) / scales[scale])
-    return found
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_with_a_quorum_each_response_is_compared_with_the_first_others(scale: str) -> None:
-    """As a slow reference says, whatever its place; TRL's table and its share without a difference say the same."""
-    made, batches = with_quorum(scale_rewards=scale)
-    made.train(steps=4)
-
-    samples = {(s.id.group, s.id.index): s for batch in batches for s in batch.samples}
-    assert len(samples) == 8 * 4  # each response once
-    for batch, output, alike in zip(batches, made.outputs, made._metrics["train"]["frac_reward_zero_std"], strict=True):
-        for s in batch.samples:
-            assert all(said == value(samples[s.id.group, i].tokens.tolist()) for i, said in s.cohort)
-        assert len(batch) == 8
-        assert output["advantages"].dtype == torch.float32
-        assert output["advantages"].tolist() == pytest.approx(advantages_of(batch, scale), rel=1e-4, abs=1e-5)
-        same = sum(len(set(compared_with(s))) == 1 for s in batch.samples)
-        assert scale == "batch" or alike == same / 8  # else TRL's own: whether the whole batch has one reward
-    assert list(made._logs["advantages"]) == made.outputs[-1]["advantages"].tolist()
-    assert any(s.id.index not in dict(s.cohort) for s in samples.values())
-    assert any(size < 4 for batch in batches for size in batch.group_sizes)
-    assert made.rollout_func.ledger["prompts"].delivered == 8
-
-
-def test_with_a_quorum_rewards_are_of_single_responses(caplog: pytest.LogCaptureFixture) -> None:
-    """Each needs one, for which it is alone; functions that compare are told of, once; TRL scores evaluations."""
-
-    def unscored(completion_ids: Any, **others: Any) -> list[float | None]:
-        return [None for _ in completion_ids]
-
-    def longest(completion_ids: Any, **others: Any) -> list[float]:
-        return [float(len(ids) == max(map(len, completion_ids))) for ids in completion_ids]
-
-    none, _ = with_quorum([unscored], settings={"max_failed_groups": 1, "max_attempt_failures": 1})
-    with pytest.raises(april.RolloutError, match=r"every reward function returned None or NaN for a response to row"):
-        none.train(steps=1)
-    caplog.clear()
-    comparing, batches = with_quorum([longest])
-    rows = [dict(row) for row in trl.prompts(4)]
-    comparing.optimizer_step = lambda output: comparing.evaluate(rows)
-    comparing.train(steps=3)
-    assert {sample.reward for batch in batches for sample in batch.samples} == {1.0}
-    (told,) = [r.getMessage() for r in caplog.records if "must not compare responses with each other" in r.getMessage()]
-    assert told.startswith("batch 0 has a mean reward of 1, but TRL logs 0.")
-
-
-def test_with_a_quorum_a_filter_judges_the_first_k() -> None:
-    """Of single responses' rewards."""
-    settings = {"on_data_end": "wrap"}
-    made, batches = with_quorum(filter=april.rewards_differ, settings=settings)
-    made.train(steps=4)
-
-    assert all(len({reward for _, reward in s.cohort}) > 1 for batch in batches for s in batch.samples)
-
-
-@pytest.mark.parametrize(("policy", "one_in"), [("replace", 4), ("shrink", 2), ("drop_group", 4)])
-def test_with_a_quorum_a_response_that_fails_costs_what_was_said(policy: str, one_in: int) -> None:
-    """Batches keep their size; one that takes another's place has a number of its own, and the baselines are right."""
-
-    def brittle(completion_ids: Any, **others: Any) -> list[float]:
-        if any(sum(ids) % one_in == 0 for ids in completion_ids):
-            raise RuntimeError("no verdict")
-        return values(completion_ids)
-
-    settings = {"on_failed_sample": policy, "max_attempt_failures": 1, "on_data_end": "wrap", "max_failed_groups": 50}
-    made, batches = with_quorum([brittle], settings=settings)
-    made.train(steps=6)
-
-    samples = {(s.id.group, s.id.index): s for batch in batches for s in batch.samples}
-    assert len(samples) == sum(map(len, batches)) == 6 * 8
-    assert any(index >= 4 for _, index in samples) == (policy == "replace")
-    assert {len(s.cohort) for s in samples.values()} == ({2, 3} if policy == "shrink" else {3})
-    for batch, output in zip(batches, made.outputs, strict=True):
-        assert output["advantages"].tolist() == pytest.approx(advantages_of(batch), rel=1e-4, abs=1e-5)
 
 
 def test_other_calls_and_ends_of_the_data_are_refused() -> None:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from models_that_see import IMAGE, VIDEO, apart_seeing, opened, picture, tiny_processor, tiny_vision_model
 
 import april
-from april.adapters import trl as adapter
 from april.adapters.trl import data as images
 from april.adapters.trl import trainer as trainers
 from april.core.attachments import Attachment, Placed
@@ -26,9 +24,8 @@ from april.core.versions import FIRST_VERSION
 from april.engines.protocol import Chunk
 
 from . import stand_in_trl as trl
-from .stand_in_ranks import Meeting, RankAccelerator, in_threads, on_all_ranks
+from .stand_in_ranks import in_threads
 
-SETTINGS: dict[str, Any] = {"over_sampling_batch_size": 6, "engine": {"kind": "transformers", "stream_interval": 4}}
 ROWS = 12
 
 
@@ -67,9 +64,6 @@ class SeeingTrainer(trl.GRPOTrainer):
         return super()._generate_and_score_completions(shown) | {"shown": [row["images"] for row in inputs]}
 
 
-Trainer = adapter.april_trainer(SeeingTrainer)
-
-
 def attachments(row: int, first: int = 200) -> list[Attachment]:
     """One image, or two; those of a row are of one size, so that tokens do not tell them apart."""
     return [picture(first + row + 50 * i) for i in range(1 + (row % 5 == 4))]
@@ -84,23 +78,7 @@ def data(count: int = ROWS) -> trl.Rows:
     return trl.Rows({"prompt": said, "answer": row, "images": pictures(row)} for row in range(count))
 
 
-def train(
-    steps: int, *, ranks: int = 1, folder: Path | None = None, resume: Path | None = None,
-    prepare: Callable[[Any], None] = lambda made: None,
-) -> list[Any]:  # fmt: skip
-    models = [tiny_vision_model() for _ in range(ranks)]
-
-    def run(rank: int, meeting: Meeting) -> Any:
-        made = Trainer(
-            models[rank], adapter.rollout(SETTINGS), data(), accelerator=RankAccelerator(meeting, rank),
-            num_generations=2, generation_batch_size=6, max_completion_length=200,
-        )  # fmt: skip
-        made.folder = folder
-        prepare(made)
-        made.train(steps, None if resume is None else str(resume))
-        return made
-
-    return on_all_ranks(ranks, run)
+train = partial(trl.train, kind=SeeingTrainer, model=tiny_vision_model, data=data, max_completion_length=200)
 
 
 def check(trained: list[Any]) -> Counter[int]:
@@ -146,43 +124,10 @@ def test_a_restart_goes_on_with_the_same_images(tmp_path: Path) -> None:
     assert sum(after[0]._metrics["train"]["april/resumed_samples"]) > 0
 
 
-def test_numbers_of_images_of_a_half_trained_batch_come_back(tmp_path: Path) -> None:
-    """As lists, beside tensors: TRL cuts pixels by them."""
-    parts = [{"pixel_values": torch.arange(6.0).view(3, 2) + i, "num_images": [1, 2 * i]} for i in range(2)]
-
-    def half(made: Any) -> None:
-        made.optimizer_step = lambda output: setattr(made, "_buffered_inputs", parts)
-        made.args.steps_per_generation = 2
-
-    train(1, folder=tmp_path, prepare=half)
-    seen: list[Any] = []
-
-    def look(made: Any) -> None:
-        made.args.steps_per_generation = 2
-        load = made._load_optimizer_and_scheduler
-        made._load_optimizer_and_scheduler = lambda folder: (load(folder), seen.extend(made._buffered_inputs))
-
-    train(1, folder=tmp_path, resume=tmp_path / "checkpoint-1", prepare=look)
-
-    for found, part in zip(seen, parts, strict=True):
-        assert found["num_images"] == part["num_images"]
-        assert torch.equal(found["pixel_values"], part["pixel_values"])
-
-
 def test_an_evaluation_is_one_of_all_ranks_with_their_images() -> None:
     """Each gets the answers to its own rows, from their images, those that one process would have got."""
     rows = [dict(row) for row in data(4)]
-
-    def evaluate(made: Any) -> None:
-        rank, count = made.accelerator.process_index, len(rows) // made.accelerator.num_processes
-        mine = rows[rank * count :][:count]
-        made.optimizer_step = lambda output: setattr(made, "evaluated", made.evaluate(mine))
-
-    (alone,) = train(1, prepare=evaluate)
-    one, other = train(1, ranks=2, prepare=evaluate)
-
-    for key in ("prompt_ids", "completion_ids"):
-        assert one.evaluated[key] + other.evaluated[key] == alone.evaluated[key]
+    alone = trl.evaluated_alike(train, rows)
     alone.outputs, alone.scored = [alone.evaluated], [rows]
     assert check([alone]) == dict.fromkeys(range(4), 1)
 
@@ -197,12 +142,8 @@ def test_rewards_that_april_asks_for_see_what_trl_shows() -> None:
             seen.append((row, shown == [image.tobytes() for image in pictures(row)]))
         return [float(i) for i in range(len(prompts))]
 
-    rollouts = adapter.rollout(SETTINGS | {"on_data_end": "wrap"}, filter=april.rewards_differ)
-    made = Trainer(
-        tiny_vision_model(), rollouts, data(), reward_funcs=[reward], num_generations=2, generation_batch_size=6,
-        max_completion_length=40,
-    )  # fmt: skip
-    made.train(1)
+    wrap = {"on_data_end": "wrap"}
+    train(1, settings=wrap, filter=april.rewards_differ, reward_funcs=[reward], max_completion_length=40)
 
     assert len(seen) >= 12
     assert all(right for _, right in seen)
@@ -210,15 +151,14 @@ def test_rewards_that_april_asks_for_see_what_trl_shows() -> None:
 
 def test_trl_gets_images_as_they_were_read() -> None:
     """One with an alpha channel, of which every reader makes its own: the row that TRL trains has three."""
-    made = Trainer(
-        tiny_vision_model(), adapter.rollout(SETTINGS), data(6), num_generations=2, generation_batch_size=6,
-        max_completion_length=8,
-    )  # fmt: skip
-    for row in made.train_dataset:
-        for image in row["images"]:
-            image.putalpha(90)
-    made.train(1)
 
+    def clear() -> trl.Rows:
+        rows = data(6)
+        for image in (image for row in rows for image in row["images"]):
+            image.putalpha(90)
+        return rows
+
+    (made,) = train(1, data=clear, max_completion_length=8)
     shown = [image for images in made.outputs[0]["shown"] for image in images]
     assert {image.mode for image in shown} == {"RGB"}
 

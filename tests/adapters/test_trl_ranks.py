@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +27,8 @@ from april.adapters.trl.checkpoint import STATE_FILE, buffer_file
 from . import stand_in_trl as trl
 from .stand_in_ranks import Meeting, RankAccelerator, in_threads, on_all_ranks
 
-Trainer = adapter.april_trainer(trl.GRPOTrainer)
-PARTIALS: dict[str, Any] = {"over_sampling_batch_size": 6, "engine": {"kind": "transformers", "stream_interval": 4}}
-THREES: dict[str, Any] = {"num_generations": 2, "generation_batch_size": 6}
-"""Three groups of two: the second one is on both ranks."""
-
-
+train = partial(trl.train, ranks=2)
 meeting_of_threads = pytest.fixture(autouse=True)(in_threads)
-
-
-def train(
-    steps: int, *, settings: dict[str, Any] = PARTIALS, ranks: int = 2, rows: int = 12, folder: Path | None = None,
-    resume: Path | None = None, prepare: Callable[[Any], None] = lambda made: None, filter: Any = None,
-    data: Callable[[int], Any] = trl.prompts, **args: Any,
-) -> list[Any]:  # fmt: skip
-    """The trainers of all ranks, trained to ``steps``; ``prepare`` is called on each before."""
-    models = [tiny_model() for _ in range(ranks)]
-
-    def run(rank: int, meeting: Meeting) -> Any:
-        rollouts = adapter.rollout(settings, filter=filter)
-        accelerator = RankAccelerator(meeting, rank)
-        made = Trainer(models[rank], rollouts, data(rows), accelerator=accelerator, **THREES | args)
-        made.folder = folder
-        prepare(made)
-        made.train(steps, None if resume is None else str(resume))
-        return made
-
-    return on_all_ranks(ranks, run)
 
 
 def responses(trained: list[Any], start: int = 0) -> Counter[tuple[int, ...]]:
@@ -65,9 +41,12 @@ def responses(trained: list[Any], start: int = 0) -> Counter[tuple[int, ...]]:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_each_rank_trains_its_rows_of_the_batch(ranks: int) -> None:
-    """Contiguous parts, in the order of the ranks; prompts, columns and log-probabilities belong together."""
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_is_scored_is_what_was_delivered(ranks: int) -> None:
+    """Rows have the prompt and the columns of their response, each prompt once; old log-probabilities are april's.
+
+    Ranks train contiguous parts of the batch, in their order.
+    """
     trained = train(4, ranks=ranks)
 
     for step in range(4):
@@ -77,69 +56,25 @@ def test_each_rank_trains_its_rows_of_the_batch(ranks: int) -> None:
     for made in trained:
         for rows, output in zip(made.scored, made.outputs, strict=True):
             assert output["prompt_ids"] == made._tokenize_prompts([row["prompt"] for row in rows])[0]
+            assert len({id(row) for row in rows}) == len(rows)  # TRL writes into its rows
+            assert output["old_per_token_logps"] is output["sampling_per_token_logps"]
             assert output["old_per_token_logps"].shape[0] == len(rows)
-    everything = Counter(answer for answer, *_ in responses(trained).elements())
-    assert everything == dict.fromkeys(range(12), 2)
-    assert trained[0]._metrics == trained[1]._metrics  # april's are of the whole batch
+            assert [len(row) for row in output["logprobs"]] == [len(row) for row in output["completion_ids"]]
+        assert made._metrics == trained[0]._metrics  # april's are of the whole batch
+        assert made.model.training
+        assert made.rollout_func.scheduler is None
+    everything = [answer for answer, *_ in responses(trained).elements()]
+    assert Counter(everything) == dict.fromkeys(range(12), 2)
+    assert [row["answer"] for rows in trained[0].scored for row in rows] != sorted(everything)
     assert trained[0].rollout_func.ledger["prompts"].delivered == 12
 
 
-class Room:
-    """An environment that greets with the number of its row, and pays by it."""
-
-    def reset(self, answer: int, **columns: Any) -> str:
-        self.answer = answer
-        return f" {20 + answer}"
-
-    def look(self, n: int) -> str:
-        return f"{n} {self.answer}"
-
-
-def test_environments_are_on_rank_0_and_every_rank_has_its_rows_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts, messages and rewards of training and of evaluations; nobody asks reward functions once more."""
-    trl.install_parser(monkeypatch)
-    asked: list[int] = []
-    rows = [dict(row) for row in trl.conversations(4)]
-
-    def pays(environments: list[Room], **columns: Any) -> list[float]:
-        asked.extend(room.answer for room in environments)
-        return [room.answer + len(columns["completions"][0]) / 100 for room in environments]
-
-    def evaluate(made: Any) -> None:
-        rank = made.accelerator.process_index
-        made.optimizer_step = lambda output: evaluated.append((rank, made.evaluate(rows[2 * rank :][:2])))
-
-    evaluated: list[tuple[int, Any]] = []
-    trained = train(
-        3, data=trl.conversations, environment_factory=Room, reward_funcs=[pays], prepare=evaluate,
-        max_completion_length=120,
-    )  # fmt: skip
-
-    for made in trained:
-        made.scored = [scored for scored in made.scored if len(scored) == 3]  # those of evaluations have two rows
-        for scored, output in zip(made.scored, made.outputs, strict=True):
-            for row, ids, messages in zip(scored, output["prompt_ids"], output["completions"], strict=True):
-                assert ids[-1] == 20 + row["answer"]
-                assert all(m["content"].split()[-1] == str(row["answer"]) for m in messages if m["role"] == "tool")
-    assert any(m["role"] == "tool" for made in trained for o in made.outputs for said in o["completions"] for m in said)
-    for step in range(3):
-        scored = [row for made in trained for row in made.scored[step]]
-        rewards = [
-            row["answer"] + len(said) / 100
-            for row, said in zip(
-                scored, [said for made in trained for said in made.outputs[step]["completions"]], strict=True
-            )
-        ]
-        groups = np.array(rewards).reshape(-1, 2)
-        said = torch.cat([made.outputs[step]["advantages"] for made in trained]).tolist()
-        assert said == pytest.approx((groups - groups.mean(1, keepdims=True)).flatten(), abs=1e-4)
-    for rank, output in evaluated:
-        assert [ids[-1] for ids in output["prompt_ids"]] == [20 + 2 * rank, 21 + 2 * rank]
-
-
 def test_masks_are_given_on_all_ranks_or_on_none() -> None:
-    """TRL counts the trained tokens of all ranks by them, so one rank alone would wait for the others for ever."""
-    settings = PARTIALS | {"max_staleness": 0, "on_stale": "mask", "over_sampling_batch_size": 8}
+    """Too old tokens are masked by env_mask, which is left out where everything carries loss.
+
+    TRL counts the trained tokens of all ranks by it, so one rank alone would wait for the others for ever.
+    """
+    settings = {"max_staleness": 0, "on_stale": "mask", "over_sampling_batch_size": 8}
     shares: dict[int, april.Batch] = {}
 
     def keep(made: Any) -> None:
@@ -158,6 +93,11 @@ def test_masks_are_given_on_all_ranks_or_on_none() -> None:
     masks = [[output.get("env_mask") for output in made.outputs] for made in trained]
     steps = [[mask is not None for mask in of_ranks] for of_ranks in zip(*masks, strict=True)]
     assert [len(set(given)) for given in steps] == [1] * 4
+    assert not any(steps[0])
+    outputs = [output for made in trained for output in made.outputs if "env_mask" in output]
+    assert any(0 in mask for output in outputs for mask in output["env_mask"])
+    for output in outputs:
+        assert [len(mask) for mask in output["env_mask"]] == [len(row) for row in output["completion_ids"]]
     whole = [replace(sample, loss_mask=np.ones_like(sample.loss_mask)) for sample in shares[2].samples]
     for masked in (0.0, 1.0):  # in the whole batch; nothing on this rank
         rollouts = trained[2].rollout_func
@@ -167,43 +107,21 @@ def test_masks_are_given_on_all_ranks_or_on_none() -> None:
 
 def test_an_evaluation_is_one_of_all_ranks() -> None:
     """Each gets the answers to its own rows, those that one process would have got."""
-    rows = [dict(row) for row in trl.prompts(8)]
-
-    def evaluate(made: Any) -> None:
-        rank, count = made.accelerator.process_index, len(rows) // made.accelerator.num_processes
-        mine = rows[rank * count :][:count]
-        made.optimizer_step = lambda output: setattr(made, "evaluated", made.evaluate(mine))
-
-    (alone,) = train(1, ranks=1, prepare=evaluate)
-    one, other = train(1, prepare=evaluate)
-
-    for key in ("prompt_ids", "completion_ids"):
-        assert one.evaluated[key] + other.evaluated[key] == alone.evaluated[key]
-    assert len(one.evaluated["prompt_ids"]) == 4
+    trl.evaluated_alike(train, [dict(row) for row in trl.prompts(8)])
 
 
 def test_servers_get_weights_from_rank_0(tmp_path: Path) -> None:
     """Which alone writes and removes directories; all ranks name the same one."""
     server = FakeVllmServer(max_running=4, turns=5)
+    saved: list[int] = []
+
+    def noted(made: Any) -> None:
+        rank, save = made.accelerator.process_index, made.model.save_pretrained
+        made.model.save_pretrained = lambda folder: (saved.append(rank), save(folder))
+
     with ServerThread(server):
-        engine = {"kind": "vllm", "urls": [server.url], **KNOWN}
-        rollouts = {"engine": engine, "over_sampling_batch_size": 4}
-        models = [tiny_model() for _ in range(2)]
-        saved: list[Any] = []
-        for rank, model in enumerate(models):
-            save = model.save_pretrained
-            model.save_pretrained = lambda folder, of=rank, save=save: (saved.append(of), save(folder))
-
-        def run(rank: int, meeting: Meeting) -> Any:
-            accelerator = RankAccelerator(meeting, rank)
-            made = Trainer(
-                models[rank], adapter.rollout(rollouts, weights_dir=tmp_path), trl.prompts(12), accelerator=accelerator,
-                **THREES,
-            )  # fmt: skip
-            made.train(3)
-            return made
-
-        trained = on_all_ranks(2, run)
+        settings = {"engine": {"kind": "vllm", "urls": [server.url], **KNOWN}, "over_sampling_batch_size": 4}
+        trained = train(3, settings=settings, weights_dir=tmp_path, prepare=noted)
         assert (server.weights, server.violations) == ("step_2", [])
     assert saved == [0, 0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
@@ -238,18 +156,16 @@ def half_trained(made: Any) -> None:
     """Two micro-steps per generation batch; what is left of it differs by rank."""
     rank = made.accelerator.process_index
 
-    def step(output: Any) -> None:
-        made._buffered_inputs = [{"completion_ids": torch.arange(3) + 10 * rank + part} for part in range(2)]
-
-    made.optimizer_step = step
+    parts = [{"completion_ids": torch.arange(3) + 10 * rank + i, "num_images": [1, 2 * i]} for i in range(2)]
+    made.optimizer_step = lambda output: setattr(made, "_buffered_inputs", parts)
 
 
 def test_a_training_resumed_on_two_ranks_loses_nothing(tmp_path: Path) -> None:
     """april's state is saved once; each response is trained once before the checkpoint or after it, on some rank."""
-    settings = PARTIALS | {"over_sampling_batch_size": 8}
-    before = train(3, folder=tmp_path, rows=18, settings=settings)
+    more: dict[str, Any] = {"settings": {"over_sampling_batch_size": 8}, "data": lambda: trl.prompts(18)}
+    before = train(3, folder=tmp_path, **more)
     checkpoint = tmp_path / "checkpoint-1"
-    after = train(6, resume=checkpoint, rows=18, settings=settings)
+    after = train(6, resume=checkpoint, **more)
 
     assert [path.name for path in checkpoint.iterdir()] == [STATE_FILE]
     kept = [trl.SimpleNamespace(scored=made.scored[:1], outputs=made.outputs[:1]) for made in before]
@@ -281,19 +197,25 @@ def test_each_rank_keeps_what_it_has_left_of_a_batch(tmp_path: Path) -> None:
     resume()
     for rank, step, parts in sorted(found, key=lambda row: row[0]):
         assert step == 1
-        assert [part["completion_ids"].tolist() for part in parts] == [
-            list(range(10 * rank + i, 10 * rank + i + 3)) for i in range(2)
-        ]
+        for i, part in enumerate(parts):
+            assert part["completion_ids"].tolist() == list(range(10 * rank + i, 10 * rank + i + 3))
+            assert part["num_images"] == [1, 2 * i]  # by which TRL cuts pixels
     assert len(found) == 2
     with pytest.raises(april.CheckpointError, match="spread over 2 processes, but now there are 3"):
         resume(ranks=3)
-    other = checkpoint / buffer_file(1)
-    other.write_bytes((checkpoint / buffer_file(0)).read_bytes())
-    with pytest.raises(april.CheckpointError, match=r"april_buffer_rank1\.msgpack in .* belongs to another rank"):
-        resume()
-    other.unlink()
-    with pytest.raises(april.CheckpointError, match=r"april_buffer_rank1\.msgpack cannot be read"):
-        resume()
+    first, other = (checkpoint / buffer_file(rank) for rank in range(2))
+    whole = other.read_bytes()
+    for content, said in (
+        (first.read_bytes(), r"in .* belongs to another rank"),
+        (whole[:-1] + bytes([whole[-1] ^ 1]), "(is damaged|cannot be read)"),
+        (None, "cannot be read"),
+    ):
+        if content is None:
+            other.unlink()
+        else:
+            other.write_bytes(content)
+        with pytest.raises(april.CheckpointError, match=rf"april_buffer_rank1\.msgpack {said}"):
+            resume()
 
 
 def test_between_two_batches_another_number_of_ranks_may_go_on(tmp_path: Path) -> None:
@@ -316,36 +238,115 @@ def values(completion_ids: Any, **others: Any) -> list[float]:
     return [value(ids) for ids in completion_ids]
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_with_a_quorum_advantages_are_those_of_the_whole_batch(scale: str) -> None:
-    """Each rank's loss gets its own; TRL's table and its share of groups without a difference are of all ranks."""
-    settings = PARTIALS | {"group_quorum": 0.75}
-    args = {"num_generations": 4, "generation_batch_size": 12, "reward_funcs": [values], "scale_rewards": scale}
-    batches: list[list[Any]] = [[], []]
+def with_quorum(
+    steps: int, reward: Any = values, prepare: Callable[[Any], None] = lambda made: None, ranks: int = 1,
+    settings: dict[str, Any] | None = None, **args: Any,
+) -> tuple[list[Any], list[list[Any]]]:  # fmt: skip
+    """The trainers of all ranks with a quorum of 3 in 4, and the samples of each batch, those of all ranks."""
+    batches: list[list[Any]] = [[] for _ in range(ranks)]
 
     def noted(made: Any) -> None:
-        rank = made.accelerator.process_index
-        made.optimizer_step = lambda output: batches[rank].append(made.rollout_func._last_batch)
+        put, mine = made.rollout_func.put_advantages, batches[made.accelerator.process_index]
+        made.rollout_func.put_advantages = lambda *given: (mine.append(made.rollout_func._last_batch), put(*given))
+        prepare(made)
 
-    trained = train(4, settings=settings, prepare=noted, **args)
+    fours: dict[str, Any] = {"num_generations": 4, "generation_batch_size": 12, "reward_funcs": [reward]}
+    settings = {"group_quorum": 0.75} | (settings or {})
+    trained = train(steps, settings=settings, prepare=noted, ranks=ranks, **fours | args)
+    return trained, [[s for share in step for s in share.samples] for step in zip(*batches, strict=True)]
 
-    assert any(s.id.index not in dict(s.cohort) for batch in batches[0] for s in batch.samples)
-    for step, parts in enumerate(zip(*batches, strict=True)):
-        rewards = [s.reward for part in parts for s in part.samples]
-        expected, alike = [], []
-        for part in parts:
-            for s in part.samples:
-                compared = [s.reward, *[reward for index, reward in s.cohort if index != s.id.index][:2]]
-                scales = {"group": np.std(compared, ddof=1), "batch": np.std(rewards, ddof=1), "none": 1 - 1e-4}
-                expected.append((s.reward - np.mean(compared)) / (scales[scale] + 1e-4))
-                alike.append(len(set(compared)) == 1)
-        given = [output for made in trained for output in made.outputs[step]["advantages"].tolist()]
-        assert given == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+def compared_with(sample: Any) -> list[float]:
+    """Its own reward, and those of the first others of its group."""
+    others = [reward for index, reward in sample.cohort if index != sample.id.index]
+    return [value(sample.tokens.tolist()), *others[: len(sample.cohort) - 1]]
+
+
+def advantages_of(batch: list[Any], scale: str = "group") -> Any:
+    """A slow reference."""
+    of_batch = float(np.std([value(s.tokens.tolist()) for s in batch], ddof=1))
+    found = []
+    for compared in map(compared_with, batch):
+        scales = {"group": float(np.std(compared, ddof=1)) + 1e-4, "batch": of_batch + 1e-4, "none": 1.0}
+        found.append((compared[0] - float(np.mean(compared))) / scales[scale])
+    return pytest.approx(found, rel=1e-4, abs=1e-5)
+
+
+def advantages_in(trained: list[Any], step: int) -> list[float]:
+    """What the losses of all ranks got."""
+    return torch.cat([made.outputs[step]["advantages"] for made in trained]).tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_with_a_quorum_each_response_is_compared_with_the_first_others(scale: str, ranks: int) -> None:
+    """As a slow reference says, whatever its place and rank; TRL's table and its share without a difference are of all
+    ranks, and say the same.
+    """
+    trained, batches = with_quorum(4, ranks=ranks, scale_rewards=scale)
+
+    samples = {(s.id.group, s.id.index): s for batch in batches for s in batch}
+    assert len(samples) == sum(map(len, batches)) == 12 * 4  # each response once
+    for step, batch in enumerate(batches):
+        for s in batch:
+            assert all(said == value(samples[s.id.group, i].tokens.tolist()) for i, said in s.cohort)
+        assert advantages_in(trained, step) == advantages_of(batch, scale)
+        same = sum(len(set(compared_with(s))) == 1 for s in batch) / 12
         for made in trained:
-            share = made._metrics["train"]["frac_reward_zero_std"][step]
-            assert scale == "batch" or share == pytest.approx(np.mean(alike))
-    logged = [made._logs["advantages"] for made in trained]
-    assert list(logged[0]) == list(logged[1]) == given
+            assert made.outputs[step]["advantages"].dtype == torch.float32
+            alike = made._metrics["train"]["frac_reward_zero_std"][step]
+            assert scale == "batch" or alike == pytest.approx(same)  # else TRL's own: whether the batch has one reward
+    assert all(list(made._logs["advantages"]) == advantages_in(trained, -1) for made in trained)
+    assert any(s.id.index not in dict(s.cohort) for s in samples.values())
+    assert any(count < 4 for batch in batches for count in Counter(s.id.group for s in batch).values())
+    assert trained[0].rollout_func.ledger["prompts"].delivered == 12
+
+
+def test_with_a_quorum_rewards_are_of_single_responses(caplog: pytest.LogCaptureFixture) -> None:
+    """Each needs one, for which it is alone; functions that compare are told of, once; TRL scores evaluations."""
+
+    def unscored(completion_ids: Any, **others: Any) -> list[float | None]:
+        return [None for _ in completion_ids]
+
+    def longest(completion_ids: Any, **others: Any) -> list[float]:
+        return [float(len(ids) == max(map(len, completion_ids))) for ids in completion_ids]
+
+    def evaluates(made: Any) -> None:
+        made.optimizer_step = lambda output: made.evaluate([dict(row) for row in trl.prompts(4)])
+
+    with pytest.raises(april.RolloutError, match=r"every reward function returned None or NaN for a response to row"):
+        with_quorum(1, unscored, settings={"max_failed_groups": 1, "max_attempt_failures": 1})
+    caplog.clear()
+    _, batches = with_quorum(3, longest, evaluates)
+    assert {sample.reward for batch in batches for sample in batch} == {1.0}
+    (told,) = [r.getMessage() for r in caplog.records if "must not compare responses with each other" in r.getMessage()]
+    assert told.startswith("batch 0 has a mean reward of 1, but TRL logs 0.")
+
+
+def test_with_a_quorum_a_filter_judges_the_first_k() -> None:
+    """Of single responses' rewards."""
+    _, batches = with_quorum(4, filter=april.rewards_differ, settings={"on_data_end": "wrap"})
+    assert all(len({reward for _, reward in s.cohort}) > 1 for batch in batches for s in batch)
+
+
+@pytest.mark.parametrize(("policy", "one_in"), [("replace", 4), ("shrink", 2), ("drop_group", 4)])
+def test_with_a_quorum_a_response_that_fails_costs_what_was_said(policy: str, one_in: int) -> None:
+    """Batches keep their size; one that takes another's place has a number of its own, and the baselines are right."""
+
+    def brittle(completion_ids: Any, **others: Any) -> list[float]:
+        if any(sum(ids) % one_in == 0 for ids in completion_ids):
+            raise RuntimeError("no verdict")
+        return values(completion_ids)
+
+    settings = {"on_failed_sample": policy, "max_attempt_failures": 1, "on_data_end": "wrap", "max_failed_groups": 50}
+    trained, batches = with_quorum(4, brittle, settings=settings)
+
+    samples = {(s.id.group, s.id.index): s for batch in batches for s in batch}
+    assert len(samples) == sum(map(len, batches)) == 4 * 12
+    assert any(index >= 4 for _, index in samples) == (policy == "replace")
+    assert {len(s.cohort) for s in samples.values()} == ({2, 3} if policy == "shrink" else {3})
+    for step, batch in enumerate(batches):
+        assert advantages_in(trained, step) == advantages_of(batch)
 
 
 def test_dynamic_sampling_sees_whole_groups() -> None:
@@ -356,8 +357,7 @@ def test_dynamic_sampling_sees_whole_groups() -> None:
         asked.append(len(prompts))
         return [float(i) if answer[0] % 2 == 0 else 1.0 for i in range(len(prompts))]
 
-    settings = PARTIALS | {"on_data_end": "wrap"}
-    trained = train(3, settings=settings, filter=april.rewards_differ, reward_funcs=[judged])
+    trained = train(3, settings={"on_data_end": "wrap"}, filter=april.rewards_differ, reward_funcs=[judged])
 
     assert all(answer % 2 == 0 for answer, *_ in responses(trained))
     assert set(asked) == {2, 3}  # april asks about groups of two, TRL about its three rows
@@ -380,7 +380,7 @@ def test_all_ranks_hear_that_the_prompts_have_ended() -> None:
         made.rollout_func.next_rows = noted
 
     with pytest.raises(april.RolloutError, match="a batch of 4 rows, but TRL needs 6"):
-        train(2, rows=5, prepare=run)
+        train(2, data=lambda: trl.prompts(5), prepare=run)
     assert len(said) == 2
     assert any("(see rank 0)" in sentence for sentence in said)
 
@@ -389,23 +389,19 @@ def test_an_error_of_one_rank_is_handed_to_the_scheduler() -> None:
     """Which tells the others at once, who would wait for that rank otherwise."""
     heard: list[BaseException] = []
 
-    class Hearing(Trainer):  # type: ignore[misc,valid-type]
+    class Hearing(trl.GRPOTrainer):
         def train(self, *args: Any) -> None:
             try:
                 super().train(*args)
             except april.RankError as error:
                 heard.append(error)
 
-    def run(rank: int, meeting: Meeting) -> None:
-        accelerator = RankAccelerator(meeting, rank)
-        made = Hearing(models[rank], adapter.rollout(PARTIALS), trl.prompts(12), accelerator=accelerator, **THREES)
-        if rank == 1:
+    def fails(made: Any) -> None:
+        if made.accelerator.process_index == 1:
             made.optimizer_step = lambda output: [][0]
-        made.train(3)
 
-    models = [tiny_model() for _ in range(2)]
     with pytest.raises(IndexError):
-        on_all_ranks(2, run)
+        train(3, kind=Hearing, prepare=fails)
     assert [str(error) for error in heard] == ["rank 1 has ended with an error: IndexError: list index out of range"]
 
 

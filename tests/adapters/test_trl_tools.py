@@ -17,15 +17,14 @@ from tiny_models import tiny_model
 
 import april
 from april.adapters import trl as adapter
+from april.adapters.trl import trainer as trainers
 from april.adapters.trl.tools import ToolLoop
 
 from . import stand_in_trl as trl
+from .stand_in_ranks import in_threads
 
 Trainer = adapter.april_trainer(trl.GRPOTrainer)
-PARTIALS: dict[str, Any] = {
-    "over_sampling_batch_size": 4,
-    "engine": {"kind": "transformers", "stream_interval": 4},
-}
+PARTIALS = trl.PARTIALS | {"over_sampling_batch_size": 4}
 EXAMPLES: dict[str, Any] = {"max_completion_length": 120}
 
 
@@ -163,47 +162,50 @@ def test_a_round_too_many_and_results_that_do_not_fit_end_a_response() -> None:
         assert max(len(ids) for _, ids in rows) <= made.max_completion_length
 
 
-def test_environments_serve_one_response_each_and_reward_it() -> None:
-    """Greeted in the prompt, rewarded once, used again; TRL neither resets them nor asks functions again."""
-    asked: list[Any] = []
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_environments_serve_one_response_each_and_reward_it(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greeted in the prompt, rewarded once, on rank 0, and used again; every rank has its rows of them.
+
+    TRL neither resets them nor asks functions again. Evaluations play with the rows that were asked, in their order.
+    """
+    in_threads(monkeypatch, alone=trainers.scheduler_of)
+    rows, asked, evaluated, Room.made = [dict(row) for row in trl.conversations(4)], list[Any](), list[Any](), []
 
     def noted(environments: list[Room], **columns: Any) -> list[float]:
         asked.append([room.answer for room in environments])
         return rewards_of_rooms(environments)
 
-    made = trainer(environment_factory=Room, reward_funcs=[noted])
-    made.train(steps=6)
+    def evaluate(made: Any) -> None:
+        count = len(rows) // ranks
+        mine = rows[made.accelerator.process_index * count :][:count]
+        made.optimizer_step = lambda output: evaluated.append((mine, made.evaluate(mine)))
+
+    trained = trl.train(
+        4, ranks=ranks, data=lambda: trl.conversations(12), environment_factory=Room, reward_funcs=[noted],
+        prepare=evaluate, **EXAMPLES,
+    )  # fmt: skip
 
     assert all(len(rooms) == 1 for rooms in asked)
-    assert 24 <= len(asked) == made.rollout_func.ledger["prompts"].delivered * 2
+    assert len(asked) == 2 * 12 + 4 * len(rows)
     assert len(Room.made) < len(asked)  # the first one shows TRL its tools
-    for rows, output in zip(made.scored, made.outputs, strict=True):
-        for row, ids in zip(rows, output["prompt_ids"], strict=True):
-            assert row["prompt"][-1]["content"].endswith(f" {20 + row['answer']}")
-            assert ids == made._tokenize_prompts([row["prompt"]])[0][0]
-        rewards = [
-            row["answer"] + sum(call["function"]["arguments"]["n"] for m in messages
-                                for call in m.get("tool_calls", ())) / 1000
-            for row, messages in zip(rows, output["completions"], strict=True)
-        ]  # fmt: skip
+    for step in range(4):
+        rewards = []
+        for made in trained:
+            scored, output = [s for s in made.scored if len(s) == 6 // ranks][step], made.outputs[step]
+            for row, ids, messages in zip(scored, output["prompt_ids"], output["completions"], strict=True):
+                assert row["prompt"][-1]["content"].endswith(f" {20 + row['answer']}")
+                assert ids == made._tokenize_prompts([row["prompt"]])[0][0]
+                looked = [call["function"]["arguments"]["n"] for m in messages for call in m.get("tool_calls", ())]
+                rewards.append(row["answer"] + sum(looked) / 1000)
         groups = np.array(rewards).reshape(-1, 2)
-        expected = (groups - groups.mean(1, keepdims=True)).flatten()
-        assert output["advantages"].tolist() == pytest.approx(expected, abs=1e-4)
-    assert made.environment_factories is not None
-
-
-def test_an_evaluation_plays_too() -> None:
-    """With the rows that were asked, in their order, and environments of its own; training loses nothing."""
-    made = trainer(environment_factory=Room, reward_funcs=[rewards_of_rooms])
-    rows = [dict(row) for row in trl.conversations(4)]
-    outputs: list[Any] = []
-    made.optimizer_step = lambda output: outputs.append((made.scored[-1], made.evaluate(rows)))
-    made.train(steps=3)
-
-    for _, output in outputs:
-        assert [ids[-1] for ids in output["prompt_ids"]] == [20 + row["answer"] for row in rows]
+        said = [a for made in trained for a in made.outputs[step]["advantages"].tolist()]
+        assert said == pytest.approx((groups - groups.mean(1, keepdims=True)).flatten(), abs=1e-4)
+    for mine, output in evaluated:
+        assert [ids[-1] for ids in output["prompt_ids"]] == [20 + row["answer"] for row in mine]
         assert "old_per_token_logps" not in output
-    assert made.rollout_func.ledger["tokens"].balanced
+    assert all(made.environment_factories is not None for made in trained)
+    assert trained[0].rollout_func.ledger["tokens"].balanced
+    assert trained[0].rollout_func.ledger["prompts"].delivered == 12
 
 
 def test_finished_responses_have_their_messages_after_a_restart(

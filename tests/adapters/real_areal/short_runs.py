@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,16 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 
 
+@dataclass
 class Seen:
-    """What :mod:`one_training` saw."""
+    """What :mod:`one_training` saw, and what it wrote."""
 
-    def __init__(self, directory: Path, output: str, seen: dict[str, Any]) -> None:
-        self.directory, self.output = directory, output
-        self.steps: list[dict[str, Any]] = seen["steps"]
-        self.server: dict[str, Any] = seen["server"]
-        self.drawn: int | None = seen["drawn"]
-        """Batches that were taken from the data."""
-        self.ledgers: dict[str, dict[str, Any]] = seen.get("ledgers", {})
+    output: str
+    steps: list[dict[str, Any]]
+    server: dict[str, Any]
+    drawn: int
+    """Batches that were taken from the data."""
+    ledgers: dict[str, dict[str, Any]]
 
     @property
     def prompts(self) -> list[int]:
@@ -75,7 +76,7 @@ def group(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[A
         process.wait()
 
 
-def run(directory: Path, *words: str, expect: int = 0) -> Seen:
+def run(directory: Path, *words: str) -> Seen:
     """A process with these words on its command line; an earlier one's checkpoint in ``directory`` is gone on from."""
     command = [sys.executable, str(HERE / "one_training.py"), str(directory), *words]
     env = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(HERE))), "OMP_NUM_THREADS": "1"}
@@ -83,10 +84,9 @@ def run(directory: Path, *words: str, expect: int = 0) -> Seen:
     with log.open("w") as file, group(command, cwd=directory, env=env, stdout=file, stderr=file) as process:
         status = process.wait(300)
     output = log.read_text(errors="replace")
-    assert status == expect, output[-6000:]
-    found = [line for line in output.splitlines() if line.startswith("SEEN ")]
-    nothing = {"steps": [], "server": {}, "drawn": None}
-    return Seen(directory, output, json.loads(found[-1].removeprefix("SEEN ")) if found else nothing)
+    assert status == 0, output[-6000:]
+    (found,) = [line for line in output.splitlines() if line.startswith("SEEN ")]
+    return Seen(output, **json.loads(found.removeprefix("SEEN ")))
 
 
 def balanced(book: dict[str, Any]) -> bool:

@@ -79,6 +79,11 @@ def run(
     return Seen(done.returncode, done.stdout, read["batch"], read["trained"], ledger)
 
 
-def prepare(where: Path, *, rows: int = ROWS, dtype: str = "float32") -> dict[str, str]:
+def prepare(where: Path, dtype: str = "float32") -> dict[str, str]:
     """The model and the prompts of a run."""
-    return tiny.make(where, rows, getattr(torch, dtype))
+    return tiny.make(where, ROWS, getattr(torch, dtype))
+
+
+def trained(where: Path, *more: str, dtype: str = "float32", **changes: Any) -> Seen:
+    """A whole run with these flags."""
+    return run(where, [*flags(prepare(where, dtype), where, **changes), *more], dtype=dtype)

@@ -1,4 +1,4 @@
-"""Whole rollouts on a server over HTTP: slime's contract, the books beside slime's own, every hook, miles."""
+"""Whole rollouts on a server over HTTP: the books beside slime's own, every hook, miles."""
 
 from __future__ import annotations
 
@@ -50,8 +50,12 @@ class Run:
         self.trained: Counter[int] = Counter()
         self.resumed = 0
 
-    def __call__(self, rollout_id: int) -> Any:
+    def update(self, rollout_id: int) -> None:
+        """The weights that are there before this rollout."""
         _post(self.url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
+
+    def __call__(self, rollout_id: int) -> Any:
+        self.update(rollout_id)
         output = self.function(self.args, rollout_id, self.data)
         assert [len(group) for group in output.samples] == [4] * 8
         for group in output.samples:
@@ -60,12 +64,38 @@ class Run:
                 self.resumed += check(sample)
         return output
 
-    def manager(self) -> Any:
+    @property
+    def hook(self) -> Any:
+        """What its flag names, by the trainer's own loader."""
+        return self.trainer.get("utils.misc.load_function")(self.args.custom_reward_post_process_path)
+
+    def manager(self, hook: Any = None) -> Any:
         """slime's rollout manager without Ray, which makes training data of the samples."""
         made = object.__new__(self.trainer.get("ray.rollout.RolloutManager").__ray_metadata__.modified_class)
         made.args, made.generate_rollout, made.data_source = self.args, self.function, self.data
-        made.custom_reward_post_process_func = made.custom_convert_samples_to_train_data_func = None
+        made.custom_reward_post_process_func, made.custom_convert_samples_to_train_data_func = hook, None
         return made
+
+    def data_of(self, rollouts: int, hook: Any = None) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+        """The samples of each rollout, and what slime's manager and its schedule make of them for training."""
+        manager = self.manager(hook)
+        for rollout_id in range(rollouts):
+            self.update(rollout_id)
+            samples, metrics = manager._get_rollout_data(rollout_id=rollout_id)
+            assert metrics["rollout/april/groups"]
+            train = manager._convert_samples_to_train_data(samples)
+            lengths = train["response_lengths"]
+            assert lengths == [len(said) for said in train["rollout_log_probs"]]
+            assert lengths == [len(mask) for mask in train["loss_masks"]]
+            assert lengths == [told["april"]["spans"][-1][1] for told in train["metadata"]]
+            yield samples, train
+            parallel = {"dp_size": 4, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+            self.args.micro_batch_size, self.args.balance_data = 2, False
+            ranks, *_ = self.trainer.get("utils.dp_schedule.build_dp_schedule")(
+                self.args, parallel, [len(t) for t in train["tokens"]], global_batch_size=32,
+                rollout_indices=train["rollout_ids"],
+            )  # fmt: skip
+            assert sorted(i for rank in ranks for i in rank) == list(range(len(samples)))
 
     @property
     def books(self) -> Any:
@@ -93,18 +123,6 @@ def check(sample: Any) -> int:
     for start, end, version in spans:
         assert set(updates[start:end]) == {int(version.partition(".")[2])}
     return len(spans) > 1
-
-
-def test_slimes_contract_of_rollout_functions() -> None:
-    """slime's own test file, as it is, with april's function for its --rollout-function-path."""
-    path = Path(os.environ["SLIME_TREE"]) / "tests" / "plugin_contracts" / "test_plugin_rollout_contracts.py"
-    target = "adapters.real_slime.contract_target.generate_rollout"
-    done = subprocess.run(
-        [sys.executable, str(path), "--rollout-function-path", target], cwd=path.parents[2], capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:]
-    assert "6 passed" in done.stdout
 
 
 def test_nothing_is_lost_where_slimes_own_loses_groups(tmp_path: Path) -> None:
@@ -191,51 +209,20 @@ def test_restarts_skip_no_prompt(url: str, work: Path) -> None:
     assert files[:4] == [f"april_carry_{n}.msgpack" for n in (14, 19, 4, 9)]
 
 
-def test_slimes_manager_takes_the_samples(url: str, work: Path) -> None:
-    """The code of slime's rollout manager makes training data of them, with log-probabilities."""
-    run = Run(url, work, custom_reward_post_process_path=None, custom_convert_samples_to_train_data_path=None)
-    manager = run.manager()
-    for rollout_id in range(4):
-        _post(url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
-        samples, metrics = manager._get_rollout_data(rollout_id=rollout_id)
-        train = manager._convert_samples_to_train_data(samples)
-        assert len(train["tokens"]) == len(train["rollout_log_probs"]) == 32
-        for said, mask, length in zip(
-            train["rollout_log_probs"], train["loss_masks"], train["response_lengths"], strict=True
-        ):
-            assert len(said) == len(mask) == length
-        for told, length in zip(train["metadata"], train["response_lengths"], strict=True):
-            assert told["april"]["spans"][-1][1] == length
-        assert metrics["rollout/april/groups"] == 8
-    run.function.close()
-
-
 HOOK = ["--custom-reward-post-process-path", "april.adapters.slime.post_process_rewards"]
 
 
 def test_a_quorum_fills_batches_and_their_advantages_reach_the_training_data(url: str, work: Path) -> None:
     """Parts of groups through slime's manager and its schedule: every sample once, with april's advantage."""
-    run = Run(url, work, *HOOK, april={"group_quorum": 0.75})
-    manager, schedule = run.manager(), run.trainer.get("utils.dp_schedule.build_dp_schedule")
-    load = run.trainer.get("utils.misc.load_function")
-    manager.custom_reward_post_process_func = load(run.args.custom_reward_post_process_path)
+    run = Run(url, work, *HOOK, april={"group_quorum": 0.75}, use_dynamic_batch_size=False)
     seen: Counter[int] = Counter()
     split = 0
-    for rollout_id in range(8):
-        _post(url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
-        samples, _ = manager._get_rollout_data(rollout_id=rollout_id)
+    for samples, train in run.data_of(8, run.hook):
         split += any(count < 4 for count in Counter(s.group_index for s in samples).values())
         seen.update(s.index for s in samples)
-        train = manager._convert_samples_to_train_data(samples)
+        assert len(samples) == 32
         assert train["rewards"] == [s.metadata["april"]["advantage"] for s in samples]
         assert train["raw_reward"] == [float(s.index % 2) for s in samples]
-        parallel = {"dp_size": 4, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
-        run.args.micro_batch_size, run.args.use_dynamic_batch_size, run.args.balance_data = 2, False, False
-        ranks, *_ = schedule(
-            run.args, parallel, [len(t) for t in train["tokens"]], global_batch_size=32,
-            rollout_indices=train["rollout_ids"],
-        )  # fmt: skip
-        assert sorted(i for rank in ranks for i in rank) == list(range(32))
     assert split
     assert set(seen.values()) == {1}
     assert any(train["rewards"])
@@ -246,14 +233,8 @@ def test_the_rows_of_an_agent_count_once_in_the_training_data(url: str, work: Pa
     """slime's manager sums a response's mask over its rows, and its schedule steps by responses."""
     agent = {"rollout": "adapters.real_slime.hooks_of_a_user.agent"}
     run = Run(url, work, *HOOK, april=agent, use_dynamic_batch_size=True, max_tokens_per_gpu=4096)
-    manager, schedule = run.manager(), run.trainer.get("utils.dp_schedule.build_dp_schedule")
-    load = run.trainer.get("utils.misc.load_function")
-    manager.custom_reward_post_process_func = load(run.args.custom_reward_post_process_path)
     several = 0
-    for rollout_id in range(6):
-        _post(url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
-        samples, _ = manager._get_rollout_data(rollout_id=rollout_id)
-        train = manager._convert_samples_to_train_data(samples)
+    for samples, train in run.data_of(6, run.hook):
         rows = Counter(train["rollout_ids"])
         assert len(rows) == 32
         assert all(count == 1 + index % 3 for index, count in rows.items())
@@ -266,13 +247,6 @@ def test_the_rows_of_an_agent_count_once_in_the_training_data(url: str, work: Pa
         assert train["raw_reward"] == [float(s.index % 2) for s in samples]
         for sample in samples:
             run.resumed += check(sample)
-        parallel = {"dp_size": 4, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
-        run.args.micro_batch_size, run.args.balance_data = 2, False
-        ranks, *_ = schedule(
-            run.args, parallel, [len(t) for t in train["tokens"]], global_batch_size=32,
-            rollout_indices=train["rollout_ids"],
-        )  # fmt: skip
-        assert sorted(i for rank in ranks for i in rank) == list(range(len(samples)))
     assert several
     assert run.resumed
     run.function.close()
@@ -288,8 +262,7 @@ def test_without_a_quorum_the_hook_gives_what_slime_itself_does(flags: list[str]
     manager = run.manager()
     samples = [sample for group in run(0).samples for sample in group]
     raw, theirs = manager._post_process_rewards(samples)
-    load = run.trainer.get("utils.misc.load_function")
-    manager.custom_reward_post_process_func = load(run.args.custom_reward_post_process_path)
+    manager.custom_reward_post_process_func = run.hook
     assert manager._post_process_rewards(samples) == (raw, pytest.approx(theirs, abs=1e-5))
     assert any(theirs)
     run.close()
@@ -303,15 +276,14 @@ def test_a_quorum_in_miles(url: str, work: Path) -> None:
         april={"group_quorum": 0.75, "on_failed_sample": "replace"},
     )  # fmt: skip
     convert = run.trainer.get("ray.rollout.train_data_conversion.convert_samples_to_train_data")
-    hook = run.trainer.get("utils.misc.load_function")(run.args.custom_reward_post_process_path)
     seen: Counter[int] = Counter()
     for rollout_id in range(8):
-        _post(url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
+        run.update(rollout_id)
         output = run.function(run.args, rollout_id, run.data)
         samples = [sample for group in output.samples for sample in group]
         train = convert(
             run.args, samples, metadata={"prompt_group_sizes": [len(group) for group in output.samples]},
-            custom_convert_samples_to_train_data_func=None, custom_reward_post_process_func=hook,
+            custom_convert_samples_to_train_data_func=None, custom_reward_post_process_func=run.hook,
         )  # fmt: skip
         assert len(set(train["rollout_ids"])) == 32
         assert train["rollout_mask_sums"] == [sum(mask) for mask in train["loss_masks"]]
@@ -333,7 +305,7 @@ def test_miles_loads_the_function(url: str, work: Path) -> None:
     loaded = load(given, "april.adapters.slime.generate_rollout")
     call = get("rollout.inference_rollout.compatibility.call_rollout_function")
     for rollout_id in range(20):
-        _post(url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
+        run.update(rollout_id)
         asked = get("rollout.base_types.RolloutFnTrainInput")(rollout_id=rollout_id, weight_version=rollout_id + 1)
         for group in call(loaded, asked).samples:
             run.trained[group[0].group_index] += 1

@@ -1,17 +1,16 @@
-"""A training that was cut and resumed from the trainer's checkpoint: nothing lost, nothing trained twice."""
+"""A training that was cut and resumed from the trainer's checkpoint has the weights of one that was not.
+
+That nothing is lost and nothing trained twice, the quorum's and the images' trainings and those on ranks say.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
 import short_runs
 import torch
 from transformers import TrainerCallback
-
-from april.adapters.trl.checkpoint import KIND, STATE_FILE, buffer_file
-from april.serialization.state_file import unpack
 
 
 class StopAfter(TrainerCallback):  # type: ignore[misc]
@@ -32,35 +31,6 @@ MODES: dict[str, dict[str, Any]] = {
         "gradient_accumulation_steps": 1,
     },
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("saved_at", [2, 3])
-def test_a_resumed_training_loses_nothing_and_trains_nothing_twice(mode: str, saved_at: int, tmp_path: Path) -> None:
-    """Before the checkpoint and after it, each prompt is delivered once, each response trained as often as asked."""
-    saving = {"save_strategy": "steps", "save_steps": 1, **MODES[mode]}
-    before = short_runs.trainer(tmp_path, **saving)
-    before.add_callback(StopAfter(saved_at))
-    before.train()
-    checkpoint = tmp_path / f"checkpoint-{saved_at}"
-    state = unpack(KIND, (checkpoint / STATE_FILE).read_bytes(), "the checkpoint")
-    held = state["rollouts"]["core"]["waiting"]
-    samples = [sample for group in held for sample in group["samples"]]
-    assert any(chain["tokens"] for sample in samples for chain in sample["chains"])  # partials cross the restart
-
-    after = short_runs.trainer(tmp_path, **saving)
-    after.train(resume_from_checkpoint=str(checkpoint))
-
-    assert before.delivered + after.delivered == dict.fromkeys(range(short_runs.ROWS), 1)
-    assert after.rollout_func.ledger["prompts"].delivered == short_runs.ROWS
-    times = 2 if "middle" in mode else 1
-    trained = before.trained + after.trained
-    assert sum(trained.values()) == times * short_runs.ROWS * short_runs.SAMPLES
-    assert {count % times for count in trained.values()} == {0}
-    assert max(after.logprob_errors) <= 1e-3
-    assert after.state.global_step == times * times * short_runs.ROWS // short_runs.GROUPS
-    assert (checkpoint / buffer_file(0)).exists() == ("middle" in mode)
-    print(f"\n{mode}, cut after step {saved_at}: {sum(before.delivered.values())} groups before, {len(held)} held")
 
 
 def test_the_weights_of_a_resumed_training_are_those_of_the_checkpoint(tmp_path: Path) -> None:

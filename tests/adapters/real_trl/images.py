@@ -21,10 +21,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from models_that_see import IMAGE, VIDEO, opened, picture, tiny_processor, tiny_vision_model
 
 ROWS, GROUPS, SAMPLES = 16, 4, 4
-SETTINGS: dict[str, Any] = {
-    "over_sampling_batch_size": 2 * GROUPS,
-    "engine": {"kind": "transformers", "stream_interval": 8},
-}
 SIZES = ((16, 24), (16, 24), (24, 24))
 """Most rows have as many tokens as their neighbours, so that only the image tells them apart."""
 RUN: dict[str, Any] = {"per_device_train_batch_size": GROUPS * SAMPLES, "max_completion_length": 160}
@@ -97,11 +93,9 @@ class Seeing(short_runs.Watched):
 
 
 def trainer(folder: Path, column: str = "images", **changes: Any) -> Any:
-    rollouts = changes.pop("rollouts", None) or rollout(**SETTINGS)
     made = short_runs.trainer(
-        folder, rollouts, reward, changes.pop("data", None) or data(column), changes.pop("held_out", None),
-        changes.pop("model", None) or tiny_vision_model(), processing_class=tiny_processor(), kind=Seeing,
-        **{**RUN, **changes},
+        folder, rollout(**short_runs.SETTINGS), reward, data(column), None, tiny_vision_model(),
+        processing_class=tiny_processor(), kind=Seeing, **{**RUN, **changes},
     )  # fmt: skip
     made.column = column
     return made
@@ -151,40 +145,19 @@ def test_a_resumed_training_loses_nothing_and_mixes_up_no_images(saved_at: int, 
     assert max(after.logprob_errors) <= 1e-4
 
 
-def test_evaluations_see_their_images(tmp_path: Path) -> None:
-    """In their order, with the present weights; the reward function looks at the image of each row."""
-    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "max_steps": 1}
-    made = trainer(tmp_path, held_out=data(rows=4), **evaluation)
-    made.train()
-    made.evaluate()
-
-    assert len([row for row in made.state.log_history if "eval_reward" in row]) == 2
-
-
-def test_other_images_than_trl_would_read_are_those_of_the_rollouts(tmp_path: Path) -> None:
-    """With an alpha channel, which readers treat in different ways: TRL trains what was generated from."""
-    rows = [images_of(row)[0] for row in range(ROWS)]
-    for i, image in enumerate(rows):
-        image.putalpha(40 * (i % 4))
-        rows[i] = image
-    prompts = [[{"role": "user", "content": "t20 t21"}] for _ in rows]
-    clear = Dataset.from_dict({"prompt": prompts, "number": list(range(ROWS)), "image": rows})
+@pytest.mark.parametrize("shown", [True, False], ids=["with an alpha channel", "text alone"])
+def test_other_rows(shown: bool, tmp_path: Path) -> None:
+    """Images that readers treat in different ways: TRL trains what was generated from. A processor and no image."""
+    columns: dict[str, Any] = {"number": list(range(ROWS))}
+    columns["prompt"] = [[{"role": "user", "content": f"t{20 + (0 if shown else row)} t21"}] for row in range(ROWS)]
+    if shown:
+        columns["image"] = [images_of(row)[0] for row in range(ROWS)]
+        for i, image in enumerate(columns["image"]):
+            image.putalpha(40 * (i % 4))
     made = short_runs.trainer(
-        tmp_path, rollout(**SETTINGS), lambda completion_ids, **others: [float(len(ids)) for ids in completion_ids],
-        clear, None, tiny_vision_model(), processing_class=tiny_processor(), max_steps=2, **RUN,
-    )  # fmt: skip
-    made.train()
-
-    assert max(made.logprob_errors) <= 1e-4
-
-
-def test_models_that_see_nothing_yet(tmp_path: Path) -> None:
-    """A processor and text alone: no image is asked for."""
-    rows = [[{"role": "user", "content": f"t{20 + i}"}] for i in range(ROWS)]
-    text = Dataset.from_dict({"prompt": rows, "number": list(range(ROWS))})
-    made = short_runs.trainer(
-        tmp_path, rollout(**SETTINGS), lambda completion_ids, **others: [float(len(ids)) for ids in completion_ids],
-        text, None, tiny_vision_model(), processing_class=tiny_processor(), max_steps=2, **RUN,
+        tmp_path, rollout(**short_runs.SETTINGS),
+        lambda completion_ids, **others: [float(len(ids)) for ids in completion_ids], Dataset.from_dict(columns), None,
+        tiny_vision_model(), processing_class=tiny_processor(), max_steps=2, **RUN,
     )  # fmt: skip
     made.train()
 

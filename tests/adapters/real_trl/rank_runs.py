@@ -59,23 +59,16 @@ class NotedSeeing(Noted, images.Seeing):
     """And which image reached the loss with it."""
 
 
-def trainer(folder: Path, settings: dict[str, Any] | None = None, **changes: Any) -> Noted:
+def trainer(
+    folder: Path, settings: dict[str, Any] | None = None, reward: Any = short_runs.reward,
+    weights_dir: Path | None = None, filter: Any = None, **changes: Any,
+) -> Noted:  # fmt: skip
     """This rank's."""
-    weights_dir, keep = changes.pop("weights_dir", None), changes.pop("filter", None)
-    torch.set_num_threads(1)
-    tokenizer = changes.pop("tokenizer", None) or tiny.tokenizer()
-    model, peft_config = changes.pop("model", None) or tiny.model(), changes.pop("peft_config", None)
-    reward = changes.pop("reward", short_runs.reward)
-    return Noted(
-        model=model,
-        reward_funcs=reward,
-        peft_config=peft_config,
-        args=short_runs.arguments(folder, **HALVES | changes),
-        train_dataset=tiny.dataset(ROWS),
-        eval_dataset=tiny.dataset(5),
-        processing_class=tokenizer,
-        rollout_func=rollout(settings or SETTINGS, weights_dir=weights_dir, filter=keep),
+    rollouts = rollout(settings or SETTINGS, weights_dir=weights_dir, filter=filter)
+    made: Noted = short_runs.trainer(
+        folder, rollouts, reward, held_out=tiny.dataset(5), kind=Noted, **HALVES | changes
     )
+    return made
 
 
 def seen(made: Noted) -> dict[str, Any]:
@@ -123,10 +116,11 @@ def resumed(folder: Path) -> dict[str, Any]:
     found["adapters"] = seen(adapters)
     found["at once"] = everything_at_once(folder / "at once")
     offer_fsdp2()
-    sharded = trainer(folder / "sharded", model=tiny.model(tied=False), max_steps=8, save_steps=5)
+    untied = {"tie_word_embeddings": False}
+    sharded = trainer(folder / "sharded", model=tiny.model(**untied), max_steps=8, save_steps=5)
     sharded.train()
     found["sharded"] = seen(sharded) | {"pieces": isinstance(next(sharded.model.parameters()), DTensor)}
-    after = trainer(folder / "sharded after", model=tiny.model(tied=False), max_steps=8, save_strategy="no")
+    after = trainer(folder / "sharded after", model=tiny.model(**untied), max_steps=8, save_strategy="no")
     after.train(resume_from_checkpoint=str(folder / "sharded" / "checkpoint-5"))
     return found | {"sharded from5": seen(after)}
 
@@ -154,14 +148,10 @@ def offer_fsdp2() -> None:
 
 def seeing(folder: Path) -> dict[str, Any]:
     """A model that sees, and a column of images; with evaluations."""
-    torch.set_num_threads(1)
-    made = NotedSeeing(
-        model=tiny_vision_model(), reward_funcs=images.reward, train_dataset=images.data(rows=12),
-        args=short_runs.arguments(
-            folder / "training", **HALVES | {"save_strategy": "no"}, eval_strategy="steps", eval_steps=4,
-            per_device_eval_batch_size=2,
-        ),
-        eval_dataset=images.data(rows=5), processing_class=tiny_processor(), rollout_func=rollout(SETTINGS),
+    made = short_runs.trainer(
+        folder / "training", rollout(SETTINGS), images.reward, images.data(rows=12), images.data(rows=5),
+        tiny_vision_model(), processing_class=tiny_processor(), kind=NotedSeeing,
+        **HALVES | {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 2},
     )  # fmt: skip
     made.train()
     return seen(made) | {"right": made.right, "without": made.without}
@@ -200,7 +190,7 @@ def servers(folder: Path) -> dict[str, Any]:
             folder / name, settings | {"weights": route}, peft_config=peft_config,
             weights_dir=folder / f"weights of {name}" if route == "disk" or peft_config is not None else None,
             model=AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
-            tokenizer=AutoTokenizer.from_pretrained(folder / "model"),
+            processing_class=AutoTokenizer.from_pretrained(folder / "model"),
             reward=lambda completion_ids, **columns: [sum(t % 2 for t in ids) / len(ids) for ids in completion_ids],
             max_steps=12, save_strategy="no",
         )  # fmt: skip

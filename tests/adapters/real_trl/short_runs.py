@@ -98,11 +98,8 @@ class Watched(AprilGRPOTrainer):  # type: ignore[misc,valid-type]
 def reward(prompts: Any, completions: Any, completion_ids: Any, number: Any, **others: Any) -> list[float]:
     """Share of even tokens; refuses rows whose columns do not belong together."""
     texts = tiny.dataset(ROWS)["prompt"]
-    words = [p if isinstance(p, str) else p[-1]["content"] for p in prompts]
-    assert words == [texts[n] for n in number]
-    tokenizer = tiny.tokenizer()
-    told = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    assert told == tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    assert prompts == [texts[n] for n in number]
+    assert completions == tiny.tokenizer().batch_decode(completion_ids, skip_special_tokens=True)
     return [sum(1 for token in ids if token % 2 == 0) / len(ids) for ids in completion_ids]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE, EOS = 64, 1
 
@@ -22,36 +22,26 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=template, **special)
 
 
-def model(seed: int = 0, tied: bool = True) -> Any:
-    """float32, about 20,000 parameters; ends a response with a probability of some 1/64 per token."""
-    torch.manual_seed(seed)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=8, max_position_embeddings=512, tie_word_embeddings=tied,
-            bos_token_id=0, eos_token_id=EOS, pad_token_id=2,
-        )
-    )  # fmt: skip
+def model(architecture: str = "qwen3", **changes: Any) -> Any:
+    """float32, about 20,000 parameters; ends a response with a probability of some 1/64 per token.
 
-
-def other_model(architecture: str, seed: int = 0) -> Any:
-    """float32, as :func:`model`; of Cohere2 (sliding windows, rotary embeddings of its own) or Glm4Moe (experts)."""
+    Of Qwen3, Cohere2 (sliding windows, rotary embeddings of its own) or Glm4Moe (experts).
+    """
     shape: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
-        "bos_token_id": 0, "eos_token_id": EOS, "pad_token_id": 2,
+        "bos_token_id": 0, "eos_token_id": EOS, "pad_token_id": 2, "tie_word_embeddings": architecture != "glm4_moe",
     }  # fmt: skip
     if architecture == "glm4_moe":
         shape |= {
             "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
             "first_k_dense_replace": 1,
         }  # fmt: skip
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **shape))
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **shape | changes))
 
 
-def dataset(rows: int, conversational: bool = False) -> Dataset:
+def dataset(rows: int) -> Dataset:
     """Each prompt once, with a column that says which row it is."""
-    texts = [f"t{3 + i % 61} t{3 + i // 61}" for i in range(rows)]
-    prompts = [[{"role": "user", "content": text}] for text in texts] if conversational else texts
+    prompts = [f"t{3 + i % 61} t{3 + i // 61}" for i in range(rows)]
     return Dataset.from_dict({"prompt": prompts, "number": list(range(rows))})

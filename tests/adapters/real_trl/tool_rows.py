@@ -138,28 +138,18 @@ class Watched(AprilGRPOTrainer):  # type: ignore[misc,valid-type]
                     turns[-1][0].append(token)
                     turns[-1][1].append(said[at])
             runs.append(turns)
-        beginnings = [tuple(p) for p in prompt_ids]
-        first = [turns[0] for turns in runs]
-        left = [turns[1:] for turns in runs]
+        first, left = [turns[0] for turns in runs], [turns[1:] for turns in runs]
+        whole = [[*prompt, *row] for prompt, row in zip(prompt_ids, ids, strict=True)]
 
         def generate(contexts: Any, *arguments: Any, **named: Any) -> Any:
-            """Whose turn it is, is told by what it begins with."""
-            given = []
+            """Whose turn it is, is told by what it begins with; contexts are in the order of their rows."""
+            given: list[tuple[list[int], list[float]]] = []
+            rows = iter(range(len(whole)))
             for context in contexts:
-                row = next(
-                    i for i, turns in enumerate(left)
-                    if i not in taken and tuple(context[: len(beginnings[i])]) == beginnings[i]
-                    and context[len(beginnings[i]) :] == ids[i][: len(context) - len(beginnings[i])]
-                    and len(context) > done[i]
-                )  # fmt: skip
-                taken.add(row)
-                done[row] = len(context)
+                row = next(i for i in rows if whole[i][: len(context)] == list(context))
                 given.append(left[row].pop(0) if left[row] else ([], []))
-            taken.clear()
             return [list(tokens) for tokens, _ in given], [list(said) for _, said in given]
 
-        taken: set[int] = set()
-        done = [0] * len(ids)
         completions = [
             [chat_template_utils.parse_response(self._tokenizer, tokens, prefix=prompt_ids[i], tools=self.tools)]
             for i, (tokens, _) in enumerate(first)
@@ -234,10 +224,10 @@ def trainer(folder: Path, longest: int = 300, settings: dict[str, Any] | None = 
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("longest", [300, 120])
-def test_tools(longest: int, tmp_path: Path) -> None:
-    """Rows, masks, messages, log-probabilities and counts are TRL's, with results that do not fit, too."""
-    made = trainer(tmp_path, longest, tools=[look, later], reward_funcs=of_messages)
+@pytest.mark.parametrize(("longest", "changes"), [(300, {}), (120, {}), (300, {"max_tool_calling_iterations": 1})])
+def test_tools(longest: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Rows, masks, messages, log-probabilities and counts are TRL's, with results that do not fit, and few rounds."""
+    made = trainer(tmp_path, longest, tools=[look, later], reward_funcs=of_messages, changes=changes)
     made.train()
 
     assert made.state.global_step == ROWS // GROUPS
@@ -249,17 +239,7 @@ def test_tools(longest: int, tmp_path: Path) -> None:
     assert sum(float(row["tools/call_frequency"]) for row in logged) > 0
     resumed = sum(float(row["april/resumed_samples"]) for row in made.state.log_history if "loss" in row)
     print(f"\n{dict(made.found)}, {resumed:.0f} resumed responses")
-    assert resumed > 0 or longest < 300  # short ones end together
-
-
-def test_few_rounds_of_tools(tmp_path: Path) -> None:
-    """``max_tool_calling_iterations`` holds."""
-    made = trainer(
-        tmp_path, tools=[look, later], reward_funcs=of_messages, changes={"max_tool_calling_iterations": 1}
-    )
-    made.train()
-
-    assert made.found["rows of several turns"] > 10
+    assert resumed > 0 or longest < 300 or changes  # short ones end together
 
 
 def test_environments(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from tests.real_engines.servers import Server, free_ports, running, until_ready
 sys.path.insert(0, str(Path(__file__).parent.parent / "real_trl"))
 
 import short_runs
-import tiny
 
 UPDATES = 6
 
@@ -41,18 +40,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
 
 def trained(folder: Path, server: Server, model: Path, **lora: Any) -> Any:
     """A trainer after so many updates, and what it has seen."""
-    torch.set_num_threads(1)
-    made = short_runs.Watched(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        reward_funcs=lambda completion_ids, **columns: [sum(t % 2 for t in ids) / len(ids) for ids in completion_ids],
-        peft_config=LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear", **lora),
-        args=short_runs.arguments(folder, max_steps=UPDATES, save_strategy="no", learning_rate=3e-2),
-        train_dataset=tiny.dataset(short_runs.ROWS),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        rollout_func=rollout(
+    made = short_runs.trainer(
+        folder,
+        rollout(
             engine={"kind": "vllm", "urls": [server.url]}, over_sampling_batch_size=2 * short_runs.GROUPS,
             sampling={"stop_token_ids": list(range(300, 320))}, weights_dir=folder / "weights",
         ),
+        lambda completion_ids, **columns: [sum(t % 2 for t in ids) / len(ids) for ids in completion_ids],
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        peft_config=LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear", **lora),
+        processing_class=AutoTokenizer.from_pretrained(model), max_steps=UPDATES, learning_rate=3e-2,
     )  # fmt: skip
     made.train()
     return made

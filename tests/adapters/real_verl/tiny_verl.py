@@ -1,7 +1,4 @@
-"""A tiny random Llama, a tokenizer of letters and prompts, all made on the spot; and a run of verl on them.
-
-Run by itself: ``python tests/adapters/real_verl/tiny_verl.py DIRECTORY [--without-april] [overrides of verl...]``.
-"""
+"""A tiny random Llama, a tokenizer of letters and prompts, all made on the spot; and a run of verl on them."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,6 @@ ROOT = HERE.parents[2]
 SWITCH = ("hydra.searchpath=[pkg://april.adapters.verl.conf]", "+april=verl")
 LETTERS = [chr(i) for i in range(32, 127)] + ["\n"]
 EOS, VOCAB = 1, 3 + len(LETTERS)
-END_OF_PROMPT = 3 + LETTERS.index("~")
 
 
 def make(directory: Path, rows: int = 64) -> None:
@@ -88,18 +83,18 @@ def overrides(directory: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def surroundings(directory: Path, **more: str) -> dict[str, str]:
+def surroundings(directory: Path) -> dict[str, str]:
     """Environment variables of a run."""
     return os.environ | {
         "PYTHONPATH": f"{HERE}{os.pathsep}{ROOT}",
         "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu", "VERL_ENGINE_DEVICE": "cuda",
         "VERL_ON_CPU_TRACE": f"{directory}/trace.jsonl", "VERL_ON_CPU_WITNESS": f"{directory}/witness.jsonl",
-        "VERL_ON_CPU_END_OF_PROMPT": str(END_OF_PROMPT), "VERL_FILE_LOGGER_PATH": f"{directory}/metrics.jsonl",
+        "VERL_FILE_LOGGER_PATH": f"{directory}/metrics.jsonl",
         "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_raylet_start_wait_time_s": "240",
         # what other programs take is no reason to end a worker
         "RAY_memory_monitor_refresh_ms": "0", "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1", "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false", **more,
+        "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
 
 
@@ -113,45 +108,27 @@ class Outcome:
     """What the witness saw, by step."""
     requests: list[dict[str, Any]]
     """What the replica was sent and sent back."""
-    gates: list[dict[str, Any]]
-    """When its gate was closed."""
 
 
-def train(directory: Path, *more: str, april: bool = True, timeout_s: float = 1500.0, **variables: str) -> Outcome:
+def train(directory: Path, *more: str) -> Outcome:
     """Run verl as a user does, in a process of its own; the notes of an earlier run in ``directory`` are removed."""
     if not (directory / "model").is_dir():
         make(directory)
     for name in ("trace", "witness", "metrics"):
         (directory / f"{name}.jsonl").unlink(missing_ok=True)
     # april's group last: what is given by hand wins
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(directory), *(SWITCH if april else ()), *more]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(directory), *SWITCH, *more]
     with (directory / "log.txt").open("w", encoding="utf-8") as log:
         done = subprocess.run(
-            command, cwd=directory, env=surroundings(directory, **variables), stdout=log, stderr=subprocess.STDOUT,
-            timeout=timeout_s, check=False,
+            command, cwd=directory, env=surroundings(directory), stdout=log, stderr=subprocess.STDOUT,
+            timeout=1500, check=False,
         )  # fmt: skip
     text = (directory / "log.txt").read_text("utf-8", errors="replace")
     metrics = [line["data"] | {"step": line["step"]} for line in lines(directory / "metrics.jsonl")]
     trace = lines(directory / "trace.jsonl")
-    requests, gates = [r for r in trace if "ids" in r], [r for r in trace if "ids" not in r]
-    return Outcome(done.returncode, text, metrics, lines(directory / "witness.jsonl"), requests, gates)
+    return Outcome(done.returncode, text, metrics, lines(directory / "witness.jsonl"), trace)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """Of a JSONL file; none if there is no file."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.is_file() else []
-
-
-def main(arguments: Sequence[str]) -> int:
-    """One run by hand; prints the end of its log."""
-    directory, *rest = arguments
-    without = "--without-april" in rest
-    Path(directory).mkdir(parents=True, exist_ok=True)
-    done = train(Path(directory).resolve(), *(w for w in rest if w != "--without-april"), april=not without)
-    print(done.log[-6000:])
-    print(f"status {done.status}, {len(done.metrics)} steps, {len(done.requests)} requests")
-    return done.status
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

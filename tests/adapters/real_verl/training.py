@@ -19,6 +19,20 @@ WITNESS = (
 FP32_LIMIT, BF16_LIMIT = 1e-3, 0.1
 
 
+def witnessed(directory: Path, steps: int, *words: str) -> Outcome:
+    """A run of verl to this step, which has ended well and is witnessed."""
+    done = train(directory, f"trainer.total_training_steps={steps}", *WITNESS, *words)
+    assert done.status == 0, done.log[-4000:]
+    return done
+
+
+def resumed(directory: Path, steps: int, *words: str) -> Outcome:
+    """A run to this step that goes on from the third step's checkpoint."""
+    folder = directory / "checkpoints" / "global_step_3"
+    words = (*words, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}")
+    return witnessed(directory, steps, *words)
+
+
 def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
     return [row | {"step": step["step"]} for step in outcome.trained for row in step["rows"]]
 
@@ -78,8 +92,7 @@ def report(what: str, outcome: Outcome) -> tuple[float, float]:
 
 def test_training_with_april(tmp_path: Path) -> None:
     """Six steps in fp32 with validations: resumed responses trained, log-probabilities agree, all balances."""
-    done = train(tmp_path, "trainer.total_training_steps=6", "trainer.test_freq=3", *WITNESS)
-    assert done.status == 0, done.log[-4000:]
+    done = witnessed(tmp_path, 6, "trainer.test_freq=3")
     assert [m["step"] for m in done.metrics] == [1, 2, 3, 4, 5, 6]
     assert all(m["actor/grad_norm"] > 0 for m in done.metrics)
     assert_whole(done)
@@ -98,9 +111,7 @@ def test_training_with_april(tmp_path: Path) -> None:
 
 def test_bfloat16(tmp_path: Path) -> None:
     """verl's default precision in the trainer, fp32 in the replica: the difference is that of bfloat16."""
-    default = "++actor_rollout_ref.actor.fsdp_config.mixed_precision=null"
-    done = train(tmp_path, "trainer.total_training_steps=4", default, *WITNESS)
-    assert done.status == 0, done.log[-4000:]
+    done = witnessed(tmp_path, 4, "++actor_rollout_ref.actor.fsdp_config.mixed_precision=null")
     assert_whole(done)
     present, _ = report("bf16", done)
     assert present <= BF16_LIMIT
@@ -108,12 +119,10 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 def test_dynamic_sampling(tmp_path: Path) -> None:
     """Groups whose rewards are all equal are not trained, and are replaced; each step has its four groups."""
-    done = train(
-        tmp_path, "trainer.total_training_steps=4", "algorithm.filter_groups.enable=True",
-        "reward.custom_reward_function.name=same_for_every_third", "april.refill=sample", "april.max_in_flight=10",
-        *WITNESS,
+    done = witnessed(
+        tmp_path, 4, "algorithm.filter_groups.enable=True", "april.refill=sample", "april.max_in_flight=10",
+        "reward.custom_reward_function.name=same_for_every_third",
     )  # fmt: skip
-    assert done.status == 0, done.log[-4000:]
     assert_whole(done)
     rows = rows_of(done)
     assert len(rows) == 4 * 4 * 2
@@ -126,19 +135,13 @@ def test_dynamic_sampling(tmp_path: Path) -> None:
 
 def test_a_restart_from_the_middle(tmp_path: Path) -> None:
     """Five steps, then a process that goes on from the third one's checkpoint: the fourth and fifth never were."""
-    first = train(tmp_path, "trainer.total_training_steps=5", *WITNESS)
-    assert first.status == 0, first.log[-4000:]
-    kept = [step for step in first.trained if step["step"] <= 3]
-    before = [row for step in kept for row in step["rows"]]
+    first = witnessed(tmp_path, 5)
+    before = [row for row in rows_of(first) if row["step"] <= 3]
     held = first.metrics[2]["april/held_tokens"]
-    folder = tmp_path / "checkpoints" / "global_step_3"
-    assert (folder / "april_state.msgpack").stat().st_mode & 0o777 == 0o600
+    state = tmp_path / "checkpoints" / "global_step_3" / "april_state.msgpack"
+    assert state.stat().st_mode & 0o777 == 0o600
 
-    second = train(
-        tmp_path, "trainer.total_training_steps=7", *WITNESS, "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={folder}",
-    )  # fmt: skip
-    assert second.status == 0, second.log[-4000:]
+    second = resumed(tmp_path, 7)
     assert [m["step"] for m in second.metrics] == [4, 5, 6, 7]
     assert_whole(second)
     after = rows_of(second)
@@ -190,8 +193,7 @@ def error_of(rewards: list[float], advantages: list[float], first: tuple[int, ..
 
 def test_training_and_a_restart_with_a_quorum(tmp_path: Path) -> None:
     """Each step 16 samples; none twice, over a restart too; advantages are those of some first three of each group."""
-    first = train(tmp_path, "trainer.total_training_steps=6", *QUORUM, *WITNESS)
-    assert first.status == 0, first.log[-4000:]
+    first = witnessed(tmp_path, 6, *QUORUM)
     assert_tokens_balance(first)
     assert all(m["actor/grad_norm"] > 0 for m in first.metrics)
     assert [len(step["rows"]) for step in first.trained] == [16] * 6
@@ -199,11 +201,7 @@ def test_training_and_a_restart_with_a_quorum(tmp_path: Path) -> None:
     parts = Counter((row["step"], row["row"]) for row in rows_of(first))
     assert min(parts.values()) < 4
 
-    second = train(
-        tmp_path, "trainer.total_training_steps=8", *QUORUM, *WITNESS, "trainer.resume_mode=resume_path",
-        f"trainer.resume_from_path={tmp_path}/checkpoints/global_step_3",
-    )  # fmt: skip
-    assert second.status == 0, second.log[-4000:]
+    second = resumed(tmp_path, 8, *QUORUM)
     assert [len(step["rows"]) for step in second.trained] == [16] * 5
     history = [*kept, *rows_of(second)]
     assert max(Counter(map(name_of, history)).values()) == 1
@@ -228,9 +226,7 @@ def test_training_and_a_restart_with_a_quorum(tmp_path: Path) -> None:
 
 def test_samples_that_fail_for_good_are_replaced(tmp_path: Path) -> None:
     """Full batches, no prompt dropped, no sample twice; only tokens of samples that failed are not trained or held."""
-    name = "reward.custom_reward_function.name=fails_at_first"
-    done = train(tmp_path, "trainer.total_training_steps=5", *QUORUM, *WITNESS, name)
-    assert done.status == 0, done.log[-4000:]
+    done = witnessed(tmp_path, 5, *QUORUM, "reward.custom_reward_function.name=fails_at_first")
     assert [len(step["rows"]) for step in done.trained] == [16] * 5
     assert max(Counter(map(name_of, rows_of(done))).values()) == 1
     assert sum(m["april/replaced_samples"] for m in done.metrics) > 0

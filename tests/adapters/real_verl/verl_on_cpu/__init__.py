@@ -10,7 +10,6 @@ Of the trainer, three things are replaced or added, none of them in april:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,66 +49,41 @@ class CpuModule:
     manual_seed_all = manual_seed
 
 
-@PlatformRegistry.register(platform="cpu")
-class Cpu(PlatformBase):  # type: ignore[misc]
+_PLATFORM = {
+    "is_available": True, "is_platform_available": True, "current_device": "cpu",  # verl moves tensors to it
+    "device_count": 1, "communication_backend_name": "gloo", "visible_devices_envvar": "CUDA_VISIBLE_DEVICES",
+    "ray_resource_name": "GPU", "ray_noset_envvars": ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"],
+    "is_ipc_supported": False, "get_device_capability": (None, None), "cudart": None, "set_device": None,
+    "synchronize": None, "set_allocator_settings": None, "empty_cache": None, "profiler_start": None,
+    "profiler_stop": None,
+}  # fmt: skip
+
+
+def _says(value: Any) -> Any:
+    """A method that answers this, whatever it is asked."""
+    return lambda *_, **__: value
+
+
+class _Cpu(PlatformBase):  # type: ignore[misc]
     """A CPU that Ray counts as one logical GPU."""
 
-    device_name = property(lambda _: "cpu")
-    vendor_name = property(lambda _: "cpu")
+    device_name = property(_says("cpu"))
+    vendor_name = property(_says("cpu"))
     device_module = property(lambda _: CpuModule())
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        return True
-
-    def current_device(self) -> str:
-        return "cpu"  # verl moves tensors to it
-
-    def device_count(self) -> int:
-        return 1
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
 
     def ray_resource_options(self, count: float) -> dict[str, float]:
         return {"num_gpus": count}
 
-    def ray_noset_envvars(self) -> list[str]:
-        return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
-    def is_ipc_supported(self) -> bool:
-        return False
-
-    def get_device_capability(self, device_index: int | None = None) -> tuple[None, None]:
-        return None, None
-
-    def cudart(self) -> None:
-        return None
-
-    @contextlib.contextmanager
-    def nvtx_range(self, message: str) -> Iterator[None]:
-        yield
+    def nvtx_range(self, message: str) -> Any:
+        return contextlib.nullcontext()
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
+    manual_seed_all = manual_seed
 
-    def set_device(self, device_index: int) -> None: ...
-    def synchronize(self, device_index: int | None = None) -> None: ...
-    def set_allocator_settings(self, settings: str) -> None: ...
-    def empty_cache(self) -> None: ...
-    def profiler_start(self) -> None: ...
-    def profiler_stop(self) -> None: ...
+
+PlatformRegistry.register(platform="cpu")(type("Cpu", (_Cpu,), {name: _says(v) for name, v in _PLATFORM.items()}))
 
 
 def _replica() -> Any:

@@ -1,9 +1,6 @@
 """A replica for verl that decodes a tiny model token by token, in one Ray actor, with the contract of verl's servers.
 
 Every request is written down with what it sent (``VERL_ON_CPU_TRACE``): a count of tokens that nobody else keeps.
-With ``VERL_ON_CPU_STEP_S`` a decode step takes that time whatever is in flight, tokens mean nothing, and a response has
-the length that its first token stands for, so that runs can be compared on the same lengths: of each prompt, the first
-request gets its first length, and so on.
 """
 
 from __future__ import annotations
@@ -12,17 +9,12 @@ import asyncio
 import json
 import os
 import time
-from collections import Counter
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
-
-FIRST_LETTER = 3
-"""Tokens below are the tokenizer's special ones."""
 
 
 class Request:
@@ -42,16 +34,13 @@ class Request:
 class TinyServer:
     """Takes requests while its gate is open; one decode step after the other for all of them."""
 
-    def __init__(self, model_path: str, longest: int, end_of_prompt: int) -> None:
+    def __init__(self, model_path: str, longest: int) -> None:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
         self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         self._eos = self._model.config.eos_token_id
-        self._longest, self._end_of_prompt = longest, end_of_prompt
-        self._step_s = float(os.environ.get("VERL_ON_CPU_STEP_S", "0"))
-        self._lengths = np.random.default_rng(7)
-        self._seen: Counter[tuple[int, ...]] = Counter()
+        self._longest = longest
         self._trace = os.environ.get("VERL_ON_CPU_TRACE")
         self._label: int | None = None
         self._open, self._rejects = asyncio.Event(), False
@@ -84,7 +73,6 @@ class TinyServer:
                 file.write(json.dumps({"time": time.time(), **line}) + "\n")
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, int]:
-        self._note(reason="gate closed", label=self._label)
         self._open.clear()
         self._rejects = reject_request
         live, self._live = self._live, []
@@ -125,21 +113,15 @@ class TinyServer:
         return TokenOutput(token_ids=tokens, log_probs=logprobs, stop_reason=reason, extra_fields=extra)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        due = loop.time()
         while self._live:
-            due = max(due + self._step_s, loop.time())
-            await asyncio.sleep(max(0.0, due - loop.time()))
             for request in list(self._live):
                 if request.reason:
                     continue
-                ended = self._pace(request) if self._step_s else self._decode(request)
-                if ended or len(request.tokens) >= request.limit:
+                if self._decode(request) or len(request.tokens) >= request.limit:
                     request.reason = "completed"
                     self._live.remove(request)
                     request.ended.set()
-                if not self._step_s:
-                    await asyncio.sleep(0)
+                await asyncio.sleep(0)
 
     def _decode(self, request: Request) -> bool:
         ids = request.tokens[-1:] or request.prompt_ids
@@ -151,26 +133,7 @@ class TinyServer:
         token = int(torch.multinomial(scores.exp(), 1)) if request.temperature else int(scores.argmax())
         request.tokens.append(token)
         request.logprobs.append(float(scores[token]))
-        return token == self._eos
-
-    def _pace(self, request: Request) -> bool:
-        conversation = [*request.prompt_ids, *request.tokens]
-        start = len(conversation) - conversation[::-1].index(self._end_of_prompt)
-        done = len(conversation) - start
-        if not done:
-            prompt = tuple(conversation)
-            self._seen[prompt] += 1
-            # the same lengths of a prompt in every run: lognormal, median 60, cut at 164
-            seed = [*prompt, self._seen[prompt] % 64]
-            length = float(np.random.default_rng(seed).lognormal(np.log(60), 0.8))
-            token = FIRST_LETTER + min(int(length), 163) // 2
-        else:
-            token = FIRST_LETTER
-        length = 2 * ((conversation[start] if done else token) - FIRST_LETTER) + 1
-        last = done + 1 >= length
-        request.tokens.append(self._eos if last and done else token)
-        request.logprobs.append(-1.0)
-        return last and bool(done)
+        return bool(token == self._eos)
 
 
 class TinyReplica(RolloutReplica):  # type: ignore[misc]
@@ -178,9 +141,8 @@ class TinyReplica(RolloutReplica):  # type: ignore[misc]
 
     async def launch_servers(self) -> None:
         path = self.model_config.path if hasattr(self.model_config, "path") else self.model_config["path"]
-        ends = int(os.environ["VERL_ON_CPU_END_OF_PROMPT"])
         actor = ray.remote(num_cpus=0, max_concurrency=self.max_concurrency)(TinyServer)
-        server = actor.options(name=f"tiny_{self.replica_rank}").remote(path, self.config.response_length, ends)
+        server = actor.options(name=f"tiny_{self.replica_rank}").remote(path, self.config.response_length)
         self.servers, self._server_handle = [server], server
         self._server_address = f"tiny-{self.replica_rank}"
         await server.ready.remote()
