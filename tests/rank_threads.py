@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -82,23 +84,31 @@ def cut_server(server: RankServer) -> None:
     server.thread.call(end)
 
 
+def begun(program: Callable[[], Any]) -> Future[Any]:
+    """Begin a program in a thread of its own; the future has what it returns or raises."""
+    outcome = Future[Any]()
+
+    def run() -> None:
+        try:
+            outcome.set_result(program())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
 def beside(*programs: Callable[[], Any]) -> list[Any]:
     """What each returns or raises, all at the same time."""
-    outcomes: list[Any] = [None] * len(programs)
+    outcomes = [begun(program) for program in programs]
+    assert not wait(outcomes, PATIENCE_S).not_done, f"one hangs: {outcomes}"
+    return [outcome.exception() or outcome.result() for outcome in outcomes]
 
-    def run(place: int, program: Callable[[], Any]) -> None:
-        try:
-            outcomes[place] = program()
-        except BaseException as error:
-            outcomes[place] = error
 
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(programs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert not any(thread.is_alive() for thread in threads), f"one hangs: {outcomes}"
-    return outcomes
+async def until(there: Callable[[], bool]) -> None:
+    """Wait on a loop of april's until something is so."""
+    while not there():  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0)
 
 
 Program = Callable[[RankScheduler, int], Any]

@@ -192,14 +192,6 @@ def test_an_engine_that_fails_fails_the_update_of_all_ranks() -> None:
         assert "engine e failed to receive tensors t0 to t4: its memory is full" in str(outcome)
 
 
-def test_all_ranks_give_weights_or_none() -> None:
-    """Another call on another rank is told as such."""
-    spread = Spread(2)
-    outcomes, _ = failing(lambda rank: None if rank else spread.pieces())
-    for outcome in outcomes:
-        assert "weights=given" in str(raised(outcome))
-
-
 def test_one_rank_is_a_rank_like_any_other() -> None:
     """A trainer that was started alone sends what it has."""
     spread, taking = Spread(1), Taking()

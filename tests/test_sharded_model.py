@@ -1,19 +1,15 @@
 """The embedded engine on models that a trainer has wrapped for its ranks: DDP, and FSDP2 by gathering the weights.
 
-One process that is the only rank of its group: collectives, hooks and tensors are those of several. The
-last test has two processes.
+One process that is the only rank of its group: collectives, hooks and tensors are those of several, which
+tests/test_rank_processes.py has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -352,21 +348,3 @@ def test_what_was_not_seen_working_is_refused(options: dict[str, Any], sentence:
         _sharded(model, **options)
     with pytest.raises(ConfigError, match=f"qwen3 are sharded over ranks by fully_shard {sentence}"):
         tiny_engine(model)
-
-
-ROOT = Path(__file__).parents[1]
-
-
-def test_two_ranks_generate_from_sharded_weights() -> None:
-    """Each as many tokens as it likes, none too; log-probabilities equal a recomputation with the whole weights, after
-    optimizer steps on the sharded ones too, and no rank waits for a collective that another does not make."""
-    ran = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "tests/ranks/sharded_generation.py",
-        ],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert float(ran.stdout.split("largest error: ")[1]) <= 1e-4
