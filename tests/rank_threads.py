@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import april
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
+from april.engines.weight_transfer import TensorSpec
 from april.processes.rank_scheduler import RankScheduler
 from april.processes.rank_server import RankServer
 
@@ -55,6 +57,30 @@ def engine() -> SimulatedEngine:
     """Responses of 3 to 8 tokens, in no time."""
     cost = DecodeCost(1e-5, 0.0, 0.0)
     return SimulatedEngine("e", cost, lambda r: 3 + sum(r.sample_key or (0, 0)) % 6, max_running=8)
+
+
+class Taking(SimulatedEngine):
+    """An engine that keeps the tensors that it is given."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        made = engine()
+        vars(self).update(vars(made))
+        self._capabilities = replace(made.capabilities, takes_tensors=True, remote=True)
+        self.coming: dict[str, Any] = {}
+        self.weights: list[dict[str, Any]] = []
+        """Those of each update that has come to its end."""
+        self.fails_at = fails_at
+
+    def reads(self, model: Any) -> bool:
+        return False
+
+    async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
+        if any(spec.name == self.fails_at for spec in specs):
+            raise april.EngineError("its memory is full")
+        self.coming |= {spec.name: tensor.clone() for spec, tensor in zip(specs, tensors, strict=True)}
+        if last:
+            self.weights.append(self.coming)
+            self.coming = {}
 
 
 def reward(prompt: april.Prompt, response: april.Response) -> float:

@@ -226,6 +226,11 @@ async def test_a_rank_that_died_has_not_come_and_is_asked_for_what_is_left(zero:
     assert len(ended(*await asyncio.gather(zero.ask(0, carried=2), again.ask(0, carried=1)))) == 2
 
 
+def asked() -> CallRequest:
+    """A request for the first call."""
+    return CallRequest(call_number=0, call_text="next_batch()", steps_done=0)
+
+
 def ranks_of(server: RankServer, address: str) -> tuple[RankClient, RankClient]:
     """Rank 0 in the process of the server, and rank 1 elsewhere."""
     here = april.Ranks(world_size=2, address=address, token=TOKEN)
@@ -242,8 +247,8 @@ def test_an_answer_of_any_length_arrives_whole() -> None:
         content = bytes(range(256)) * (5 * PIECE_BYTES // 512)
         scheduler.make = lambda on_all: content
         zero, one = ranks_of(server, server.listen(TOKEN))
-        waits = zero.thread.submit(lambda: zero._exchange(0, "next_batch()", 0, None))
-        assert ended(one.exchange(0, "next_batch()", 0)) == [content + b"1"]
+        waits = zero.thread.submit(lambda: zero._exchange(asked()))
+        assert ended(one.exchange(asked())) == [content + b"1"]
         assert ended(waits.result()) == [content + b"0"]
         one.close(None)
 
@@ -252,7 +257,7 @@ def test_a_rank_asks_again_where_a_connection_breaks_and_rank_0_lives() -> None:
     """Its line stands: the call is made with it, once."""
     with served() as (server, scheduler):
         zero, one = ranks_of(server, server.listen(TOKEN))
-        asks = one.thread.submit(lambda: one._exchange(0, "next_batch()", 0, None))
+        asks = one.thread.submit(lambda: one._exchange(asked()))
 
         async def broken() -> None:
             await until(lambda: 1 in server._latest_requests)
@@ -264,7 +269,7 @@ def test_a_rank_asks_again_where_a_connection_breaks_and_rank_0_lives() -> None:
             await until(lambda: task not in server._request_tasks)
 
         server.thread.run(broken)
-        assert ended(zero.exchange(0, "next_batch()", 0), asks.result()) == [b"call 1 of share 0", b"call 1 of share 1"]
+        assert ended(zero.exchange(asked()), asks.result()) == [b"call 1 of share 0", b"call 1 of share 1"]
         assert (scheduler.calls, server.group_error) == (1, None)
         one.close(None)
 
@@ -275,8 +280,8 @@ def test_the_end_does_not_wait_for_a_call_that_is_carried_out() -> None:
     with served() as (server, scheduler):
         scheduler.make = lambda on_all: closed.wait(PATIENCE_S) and None
         zero, one = ranks_of(server, server.listen(TOKEN))
-        asks = zero.thread.submit(lambda: zero._exchange(0, "next_batch()", 0, None))
-        comes = one.thread.submit(lambda: one._exchange(0, "next_batch()", 0, None))
+        asks = zero.thread.submit(lambda: zero._exchange(asked()))
+        comes = one.thread.submit(lambda: one._exchange(asked()))
         server.thread.run(partial(until, lambda: scheduler.calls == 1))
         try:
             begun(partial(server.close, ConnectionError("enough"))).result(10.0)
@@ -312,5 +317,5 @@ def test_a_rank_of_which_nothing_is_heard_is_gone(monkeypatch: pytest.MonkeyPatc
         zero, one = ranks_of(server, server.listen(TOKEN))
         sentence = r"the connection to rank 1 is lost: it sent nothing for 0\.3 s \(rank_deadline_s\)"
         with pytest.raises(RankError, match=sentence):
-            zero.exchange(0, "next_batch()", 0)
+            zero.exchange(asked())
         one.close(None)

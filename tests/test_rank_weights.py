@@ -12,37 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from rank_threads import PATIENCE_S, engine, raised, run_ranks
+from rank_threads import PATIENCE_S, Taking, raised, run_ranks
 
 from april.core.versions import PolicyVersion
-from april.engines.simulated.engine import SimulatedEngine
-from april.engines.weight_transfer import TensorSpec
 from april.errors import EngineError
 from april.processes.rank_scheduler import RankScheduler
-
-
-class Taking(SimulatedEngine):
-    """Keeps what it is given."""
-
-    def __init__(self, fails_at: str = "") -> None:
-        made = engine()
-        vars(self).update(vars(made))
-        self._capabilities = replace(made.capabilities, takes_tensors=True, remote=True)
-        self.coming: dict[str, torch.Tensor] = {}
-        self.weights: list[dict[str, torch.Tensor]] = []
-        """Those of each update that has come to its end."""
-        self.fails_at = fails_at
-
-    def reads(self, model: Any) -> bool:
-        return False
-
-    async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
-        if any(spec.name == self.fails_at for spec in specs):
-            raise EngineError("its memory is full")
-        self.coming |= {spec.name: tensor.clone() for spec, tensor in zip(specs, tensors, strict=True)}
-        if last:
-            self.weights.append(self.coming)
-            self.coming = {}
 
 
 class Spread:

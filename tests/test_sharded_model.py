@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models_that_see import apart_seeing, picture, seeing, tiny_processor, tiny_vision_model, with_images
-from tiny_models import apart, at_call, generated, off, tiny_engine, tiny_model, tiny_request
+from tiny_models import apart, at_call, generated, off, steps_at_call, tiny_engine, tiny_model, tiny_request
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -49,20 +49,6 @@ def _sharded(model: Any, **options: Any) -> Any:
     return model
 
 
-def _step_in_a_tick(model: Any, optimizer: torch.optim.Optimizer) -> list[Exception]:
-    """What an optimizer's step raises that comes while the engine is in the third forward pass of a tick."""
-    errors: list[Exception] = []
-
-    def step() -> None:
-        try:
-            optimizer.step()
-        except WeightsInUse as error:
-            errors.append(error)
-
-    at_call(model.model.layers[0].mlp, 3, step)
-    return errors
-
-
 def _plain(model: Any) -> Any:
     """A whole copy of the weights that a sharded model has now."""
     copy = tiny_model()
@@ -84,7 +70,7 @@ async def test_the_model_inside_of_ddp_is_the_one_that_generates() -> None:
     assert off(wrapped.module, REQUEST, chunk) <= 1e-4
     assert all(module.training for module in wrapped.modules())
 
-    errors = _step_in_a_tick(wrapped.module, optimizer)
+    errors = steps_at_call(wrapped.module.model.layers[0].mlp, 3, optimizer)
     await generated(engine, REQUEST)
     assert "refused" in str(*errors)
     await engine.close()
@@ -211,7 +197,7 @@ async def test_an_optimizer_step_on_the_pieces_is_refused_while_it_generates() -
     model(input_ids=IDS, labels=IDS).loss.backward()
     engine = tiny_engine(model)
     engine.gather()
-    errors = _step_in_a_tick(model, optimizer)
+    errors = steps_at_call(model.model.layers[0].mlp, 3, optimizer)
     chunk = await generated(engine, REQUEST)
     engine.release()
     assert "refused" in str(*errors)
