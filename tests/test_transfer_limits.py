@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from rank_threads import Taking
+from rank_threads import Taking, engine
 
 import april
 
@@ -24,12 +24,12 @@ def interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def rollouts(engine: Taking | None = None) -> april.RolloutScheduler:
+def rollouts(taking: Taking | None = None) -> april.RolloutScheduler:
     config = april.Config(
         rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=8, outage_deadline_s=LIMIT_S, warn_after_s=60.0
     )
     return april.RolloutScheduler(
-        config, engines=[engine or Taking()], prompts=[[1, i] for i in range(2, 50)], reward=lambda p, r: 1.0,
+        config, engines=[taking or engine()], prompts=[[1, i] for i in range(2, 50)], reward=lambda p, r: 1.0,
         progress=False,
     )  # fmt: skip
 
@@ -102,20 +102,20 @@ class Slow:
 
 def test_sent_weights_have_the_limits_of_their_steps() -> None:
     """However many steps there are, the limit of a transfer function is none of theirs."""
-    engine = Taking()
-    with rollouts(engine) as run:
+    taking = Taking()
+    with rollouts(taking) as run:
         run.next_batch()
         assert run.weight_update(weights=Slow()).n == 1
-        assert [list(weights) for weights in engine.weights] == [["first", "last"]]
+        assert [list(weights) for weights in taking.weights] == [["first", "last"]]
 
 
 def test_weights_that_fail_before_the_first_one() -> None:
     """Nothing was written anywhere: the old version stays, and generation goes on."""
-    engine = Taking()
-    with rollouts(engine) as run:
+    taking = Taking()
+    with rollouts(taking) as run:
         run.next_batch()
         with pytest.raises(april.ConfigError, match="there are no tensors"):
             run.weight_update(weights=iter(()))
-        assert not engine.coming
+        assert not taking.coming
         assert len(run.next_batch().samples) == 2
         assert run.version.n == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -39,12 +39,12 @@ class RankEngines:
     ) -> None:
         self.engines: list[Engine] = []
         self._servers: list[EngineServer] = []
-        self._thread = LoopThread("april-engines")
+        self.thread = LoopThread("april-engines")
         try:
             if engines is None:
-                engines = create_engines(config.engine, model, config.seed, self._thread.run, processor)
+                engines = create_engines(config.engine, model, config.seed, self.thread.run, processor)
             self.engines = list(engines)
-            self._thread.run(partial(self._serve, host, key))
+            self.thread.run(partial(self._serve, host, key))
         except BaseException:
             self.close()
             raise
@@ -58,16 +58,12 @@ class RankEngines:
         """The addresses of the engines' servers."""
         return [server.url for server in self._servers]
 
-    def run(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Run a coroutine on the engines' loop and return its result."""
-        return self._thread.run(work)
-
     def close(self, release_timeout_s: float = 0.0) -> None:
         """Close the engines once the scheduler has released them, or after ``release_timeout_s``; idempotent."""
         try:
-            self._thread.end_with(partial(self._end, release_timeout_s))
+            self.thread.end_with(partial(self._end, release_timeout_s))
         finally:  # an interrupt ends only the wait, not the closing
-            self._thread.stop(last=partial(self._end, 0.0))
+            self.thread.stop(last=partial(self._end, 0.0))
 
     async def _end(self, release_timeout_s: float) -> None:
         with suppress(TimeoutError):

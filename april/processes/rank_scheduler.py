@@ -469,7 +469,7 @@ class RankScheduler(BatchIterator):
 
         def copy(bucket: Bucket) -> None:
             for engine in receivers:
-                rank_engines.run(partial(engine.take, bucket.specs, bucket.tensors, bucket.last))
+                rank_engines.thread.run(partial(engine.take, bucket.specs, bucket.tensors, bucket.last))
 
         return copy
 
