@@ -31,13 +31,6 @@ class Gone(Exception):
     """As Ray's RayActorError."""
 
 
-class FakeActor:
-    """Its answer to ``close`` is known; None: it never comes."""
-
-    def __init__(self, answer: Any) -> None:
-        self.close = SimpleNamespace(remote=lambda: answer)
-
-
 class FakeRay:
     """What the end of a run asks of Ray."""
 
@@ -82,7 +75,8 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 def test_the_end_of_a_run(ray: FakeRay, caplog: pytest.LogCaptureFixture, answer: str | None, said: list[str]) -> None:
     """An actor that is gone, or that Ray has never placed, does not hold the end up; a warning says so. No actor stays,
     not after a second Ctrl-C while it closes either."""
-    run = Run("r", core := FakeActor(answer))
+    core = SimpleNamespace(close=SimpleNamespace(remote=lambda: answer))  # None never comes
+    run = Run("r", core)
     with pytest.raises(KeyboardInterrupt) if answer == "interrupt" else nullcontext():
         run.close()
     run.close()
@@ -189,10 +183,6 @@ def both(ranks: list[ActorScheduler], call: Callable[[ActorScheduler], Any]) -> 
     return outcomes
 
 
-def next_batch(rank: ActorScheduler) -> april.Batch:
-    return rank.next_batch()
-
-
 def update(rank: ActorScheduler) -> april.PolicyVersion:
     return rank.weight_update(transfer=nothing)
 
@@ -248,12 +238,12 @@ def test_a_rank_that_was_started_anew_goes_on_where_the_others_are(
 ) -> None:
     """It died while the other one waits in its next call, and nothing is trained twice or left out."""
     ranks = world.both()
-    out = [both(ranks, next_batch) for _ in range(batches)]
+    out = [both(ranks, ActorScheduler.next_batch) for _ in range(batches)]
     trained = [share for shares in out for share in shares]
     for _ in range(updates):
         both(ranks, update)
         del out[0]
-    call = update if out else next_batch
+    call = update if out else ActorScheduler.next_batch
     world.kill(ranks[victim])
     waits = begun(partial(call, ranks[1 - victim]))
     again = ranks[victim] = world.attach(victim)
@@ -291,7 +281,7 @@ def test_a_rank_that_died_in_the_wait_for_a_batch(world: World) -> None:
 def test_a_rank_that_is_lost_in_its_transfer_ends_the_update_for_all(world: World) -> None:
     """The version stays, and the update can be made again when it is back."""
     zero, one = world.both()
-    both([zero, one], next_batch)
+    both([zero, one], ActorScheduler.next_batch)
     inside, on = threading.Event(), threading.Event()
 
     def hangs() -> None:
@@ -317,7 +307,7 @@ def test_a_rank_that_does_not_come_back_is_named_on_all_others() -> None:
     """Within the deadline; a state can still be taken."""
     with World(rank_timeout_s=0.3, rank_deadline_s=0.6) as world:
         zero, one = world.both()
-        both([zero, one], next_batch)
+        both([zero, one], ActorScheduler.next_batch)
         world.kill(one)
         with pytest.raises(RankError, match=r"(connection to rank 1 is lost|rank 1 did not reach weight_update)"):
             zero.weight_update(transfer=nothing)
@@ -329,7 +319,7 @@ def test_a_rank_that_does_not_come_back_is_named_on_all_others() -> None:
 def test_calls_that_differ_are_named_on_all_ranks(world: World) -> None:
     """And on one that came back: what it calls must be what all have called."""
     zero, one = world.both()
-    both([zero, one], next_batch)
+    both([zero, one], ActorScheduler.next_batch)
     world.kill(one)
     again = world.attach(1)
     with pytest.raises(RankError, match=r"makes another call .* commit\(batch_id=0\) instead of next_batch\(\)"):
@@ -348,7 +338,7 @@ def test_what_rank_0_gives_reaches_the_core() -> None:
         )
         assert [r.rewards.tolist() for r in results] == [[[0.0, 1.0], [0.0, 1.0]]] * 2
         both(ranks, lambda rank: rank.extend([[9, 9], [9, 8]] if rank is ranks[0] else []))
-        both(ranks, next_batch)
+        both(ranks, ActorScheduler.next_batch)
         state = ranks[1].state_dict()
     with World(prompts=4) as world:
         ranks = world.both()
