@@ -231,32 +231,32 @@ def asked() -> CallRequest:
     return CallRequest(call_number=0, call_text="next_batch()", steps_done=0)
 
 
-def ranks_of(server: RankServer, address: str) -> tuple[RankClient, RankClient]:
-    """Rank 0 in the process of the server, and rank 1 elsewhere."""
-    here = april.Ranks(world_size=2, address=address, token=TOKEN)
-    there = april.Ranks(rank=1, world_size=2, address=address, token=TOKEN)
-    zero, one = RankClient(here, server=server), RankClient(there)
-    for client, ranks in ((zero, here), (one, there)):
-        client.join(ranks.rendezvous())
-    return zero, one
+@contextmanager
+def clients(**timeouts: float) -> Iterator[tuple[RankServer, ServedScheduler, RankClient, RankClient]]:
+    """A server, rank 0 in its process, and rank 1 elsewhere."""
+    with served(**timeouts) as (server, scheduler):
+        address = server.listen(TOKEN)
+        here, there = (april.Ranks(rank=rank, world_size=2, address=address, token=TOKEN) for rank in range(2))
+        zero, one = RankClient(here, server=server), RankClient(there)
+        zero.join(here.rendezvous())
+        one.join(there.rendezvous())
+        yield server, scheduler, zero, one
+        one.close(None)
 
 
 def test_an_answer_of_any_length_arrives_whole() -> None:
     """It is written in pieces."""
-    with served() as (server, scheduler):
+    with clients() as (_, scheduler, zero, one):
         content = bytes(range(256)) * (5 * PIECE_BYTES // 512)
         scheduler.make = lambda on_all: content
-        zero, one = ranks_of(server, server.listen(TOKEN))
         waits = zero.thread.submit(lambda: zero._exchange(asked()))
         assert ended(one.exchange(asked())) == [content + b"1"]
         assert ended(waits.result()) == [content + b"0"]
-        one.close(None)
 
 
 def test_a_rank_asks_again_where_a_connection_breaks_and_rank_0_lives() -> None:
     """Its line stands: the call is made with it, once."""
-    with served() as (server, scheduler):
-        zero, one = ranks_of(server, server.listen(TOKEN))
+    with clients() as (server, scheduler, zero, one):
         asks = one.thread.submit(lambda: one._exchange(asked()))
 
         async def broken() -> None:
@@ -271,15 +271,13 @@ def test_a_rank_asks_again_where_a_connection_breaks_and_rank_0_lives() -> None:
         server.thread.run(broken)
         assert ended(zero.exchange(asked()), asks.result()) == [b"call 1 of share 0", b"call 1 of share 1"]
         assert (scheduler.calls, server.group_error) == (1, None)
-        one.close(None)
 
 
 def test_the_end_does_not_wait_for_a_call_that_is_carried_out() -> None:
     """The scheduler is closed after the server: nothing else would end a batch that never comes."""
     closed = threading.Event()
-    with served() as (server, scheduler):
+    with clients() as (server, scheduler, zero, one):
         scheduler.make = lambda on_all: closed.wait(PATIENCE_S) and None
-        zero, one = ranks_of(server, server.listen(TOKEN))
         asks = zero.thread.submit(lambda: zero._exchange(asked()))
         comes = one.thread.submit(lambda: one._exchange(asked()))
         server.thread.run(partial(until, lambda: scheduler.calls == 1))
@@ -291,7 +289,6 @@ def test_the_end_does_not_wait_for_a_call_that_is_carried_out() -> None:
         end = comes.result()
         assert isinstance(end, CallResult)
         assert end.error == ("RankError", "rank 0 has ended with an error: ConnectionError: enough", (0,))
-        one.close(None)
 
 
 def test_silence_is_death_after_the_deadline() -> None:
@@ -303,19 +300,13 @@ def test_silence_is_death_after_the_deadline() -> None:
         beats.note_beat(2, float(now))
         assert list(beats.silent_peers(float(now))) == ([1] if now >= 6 else [])
     beats.forget(1)
-    assert list(beats.silent_peers(9.0)) == []
-    assert list(beats.silent_peers(100.0)) == []
-    assert list(beats.silent_peers(102.0)) == []
-    assert list(beats.silent_peers(104.0)) == []
-    assert list(beats.silent_peers(106.5)) == [2]
+    assert [beats.silent_peers(now) for now in (9.0, 100.0, 102.0, 104.0, 106.5)] == [[], [], [], [], [2]]
 
 
 def test_a_rank_of_which_nothing_is_heard_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connections stand, and it gives no sign of life: it is named after rank_deadline_s, not rank_timeout_s."""
     monkeypatch.setattr(RankClient, "_check_heartbeats", lambda self, line: None)
-    with served(rank_deadline_s=0.3) as (server, _):
-        zero, one = ranks_of(server, server.listen(TOKEN))
+    with clients(rank_deadline_s=0.3) as (_, _, zero, _):
         sentence = r"the connection to rank 1 is lost: it sent nothing for 0\.3 s \(rank_deadline_s\)"
         with pytest.raises(RankError, match=sentence):
             zero.exchange(asked())
-        one.close(None)

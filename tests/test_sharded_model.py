@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -315,22 +315,19 @@ def test_a_check_that_fails_leaves_the_weights_sharded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("shard", "sentence"),
     [
-        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, "with an offload_policy"),
-        ({"mesh": (1, 1)}, "over a mesh of several dimensions"),
-        ({"layers_only": True}, "without some of them"),
+        (lambda model: _sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False)), "with an offload_policy"),
+        (
+            lambda model: _sharded(model, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))),
+            "over a mesh of several dimensions",
+        ),
+        (lambda model: fully_shard(model.model.layers[0], mesh=init_device_mesh("cpu", (1,))), "without some of them"),
     ],
 )
-def test_what_was_not_seen_working_is_refused(options: dict[str, Any], sentence: str) -> None:
+def test_what_was_not_seen_working_is_refused(shard: Callable[[Any], object], sentence: str) -> None:
     """Each by its own sentence, when the engine is made, on each rank alone."""
     model = tiny_model()
-    if options.pop("layers_only", False):
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-    else:
-        if "mesh" in options:
-            options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicas", "shards"))
-        _sharded(model, **options)
+    shard(model)
     with pytest.raises(ConfigError, match=f"qwen3 are sharded over ranks by fully_shard {sentence}"):
         tiny_engine(model)

@@ -38,7 +38,7 @@ class RankEngines:
         self, config: Config, model: Any, engines: Sequence[Engine] | None, processor: Any, *, host: str, key: str
     ) -> None:
         self.engines: list[Engine] = []
-        self._servers: list[EngineServer] = []
+        self.servers: list[EngineServer] = []
         self.thread = LoopThread("april-engines")
         try:
             if engines is None:
@@ -51,12 +51,7 @@ class RankEngines:
 
     async def _serve(self, host: str, key: str) -> None:
         for engine in self.engines:
-            self._servers.append(await serve(engine, host, key=key, shares_model=shares_trainer_weights(engine)))
-
-    @property
-    def urls(self) -> list[str]:
-        """The addresses of the engines' servers."""
-        return [server.url for server in self._servers]
+            self.servers.append(await serve(engine, host, key=key, shares_model=shares_trainer_weights(engine)))
 
     def close(self, release_timeout_s: float = 0.0) -> None:
         """Close the engines once the scheduler has released them, or after ``release_timeout_s``; idempotent."""
@@ -68,9 +63,9 @@ class RankEngines:
     async def _end(self, release_timeout_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(release_timeout_s):
-                while any(server.has_client for server in self._servers):  # noqa: ASYNC110 - there is no event for this
+                while any(server.has_client for server in self.servers):  # noqa: ASYNC110 - there is no event for this
                     await asyncio.sleep(POLL_S)
-        for server in self._servers:
+        for server in self.servers:
             await server.close()
         for engine in self.engines:
             await engine.close()

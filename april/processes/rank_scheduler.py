@@ -394,7 +394,7 @@ class RankScheduler(BatchIterator):
             raise ConfigError(
                 "the parameters of rank 0's model are sharded over the ranks, so every rank must give its model: model="
             )
-        return b"" if self._rank_engines is None else pack(self._rank_engines.urls)
+        return b"" if self._rank_engines is None else pack([server.url for server in self._rank_engines.servers])
 
     # ---------------------------------------------------------------- calls that all ranks make together
 
