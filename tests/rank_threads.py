@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import april
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
+from april.engines.weight_transfer import TensorSpec
 from april.processes.rank_scheduler import RankScheduler
 from april.processes.rank_server import RankServer
 
@@ -55,6 +59,30 @@ def engine() -> SimulatedEngine:
     return SimulatedEngine("e", cost, lambda r: 3 + sum(r.sample_key or (0, 0)) % 6, max_running=8)
 
 
+class Taking(SimulatedEngine):
+    """An engine that keeps the tensors that it is given."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        made = engine()
+        vars(self).update(vars(made))
+        self._capabilities = replace(made.capabilities, takes_tensors=True, remote=True)
+        self.coming: dict[str, Any] = {}
+        self.weights: list[dict[str, Any]] = []
+        """Those of each update that has come to its end."""
+        self.fails_at = fails_at
+
+    def reads(self, model: Any) -> bool:
+        return False
+
+    async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
+        if any(spec.name == self.fails_at for spec in specs):
+            raise april.EngineError("its memory is full")
+        self.coming |= {spec.name: tensor.clone() for spec, tensor in zip(specs, tensors, strict=True)}
+        if last:
+            self.weights.append(self.coming)
+            self.coming = {}
+
+
 def reward(prompt: april.Prompt, response: april.Response) -> float:
     """Differs inside of groups."""
     return float(response.sample_id.index) + prompt.position / 8
@@ -82,23 +110,31 @@ def cut_server(server: RankServer) -> None:
     server.thread.call(end)
 
 
+def begun(program: Callable[[], Any]) -> Future[Any]:
+    """Begin a program in a thread of its own; the future has what it returns or raises."""
+    outcome = Future[Any]()
+
+    def run() -> None:
+        try:
+            outcome.set_result(program())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
 def beside(*programs: Callable[[], Any]) -> list[Any]:
     """What each returns or raises, all at the same time."""
-    outcomes: list[Any] = [None] * len(programs)
+    outcomes = [begun(program) for program in programs]
+    assert not wait(outcomes, PATIENCE_S).not_done, f"one hangs: {outcomes}"
+    return [outcome.exception() or outcome.result() for outcome in outcomes]
 
-    def run(place: int, program: Callable[[], Any]) -> None:
-        try:
-            outcomes[place] = program()
-        except BaseException as error:
-            outcomes[place] = error
 
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(programs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert not any(thread.is_alive() for thread in threads), f"one hangs: {outcomes}"
-    return outcomes
+async def until(there: Callable[[], bool]) -> None:
+    """Wait on a loop of april's until something is so."""
+    while not there():  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0)
 
 
 Program = Callable[[RankScheduler, int], Any]

@@ -25,9 +25,7 @@ class Library:
         self.calls: list[tuple[Any, ...]] = []
         self.aborted = threading.Event()
         self.ncclCommInitRank = lambda into, *how: self._joined(into, *how) or fails
-        self.ncclGetErrorString: Any = SimpleNamespace()
-        if fails:
-            self.ncclGetErrorString = _NoDevice()
+        self.ncclGetErrorString = lambda result: b"no such device"
 
     def ncclGetUniqueId(self, into: Any) -> int:
         ctypes.memset(ctypes.addressof(into._obj), 7, UNIQUE_ID_BYTES)
@@ -49,13 +47,6 @@ class Library:
         self.calls.append(("abort", group.value))
         self.aborted.set()
         return 0
-
-
-class _NoDevice:
-    restype: Any = None
-
-    def __call__(self, result: int) -> bytes:
-        return b"no such device"
 
 
 def stand_in() -> Any:

@@ -45,10 +45,7 @@ SERVERS = "".join(path.read_text("utf-8") for path in sorted((ROOT / "tests" / "
 SWITCH = ["hydra.searchpath=[pkg://april.adapters.verl.conf]", "+april=verl"]
 GROUP = ROOT / "april" / "adapters" / "verl" / "conf" / "april" / "verl.yaml"
 """Overrides that switch april on in verl, and the file that they name."""
-RUN_ELSEWHERE = {
-    "examples/multi_turn_tool.py": "test_examples.py",
-    "tests/ranks/sharded_generation.py": "test_sharded_model.py",
-}
+RUN_ELSEWHERE = {"examples/multi_turn_tool.py": "test_examples.py"}
 """Programs without words of their own, and the test that runs them."""
 SAID = {"--logprobs-mode", "--scheduling-policy"}
 """Flags of which docs/servers.md says that the suite starts no server with them."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
-from rank_threads import CONFIG, PATIENCE_S, OnePlace, Store, cut, drain, engine, names_of, raised, run_ranks
+from rank_threads import CONFIG, PATIENCE_S, OnePlace, Store, begun, cut, drain, engine, names_of, raised, run_ranks
 
 import april
 from april.driver.user_code import inside_user_code
@@ -23,35 +24,31 @@ from april.processes.rank_server import RankServer
 TOKEN = new_token()
 
 
-def test_different_calls() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda rank: {"trained": 0 if rank else 7}, ("trained=7)", "trained=0)")),
+        (lambda rank: {"path": f"/{'x' * 300}/step-{rank}"}, ("path='/xxx", "path='/xxx")),
+        (lambda rank: {"weights": {} if rank else None}, (")", "weights=given)")),
+    ],
+    ids=["numbers", "the end of a long text", "weights on one rank"],
+)
+def test_different_calls(arguments: Callable[[int], dict[str, Any]], words: tuple[str, str]) -> None:
     """A RankError on all, which names both calls with their arguments; the state can still be taken."""
 
     def program(rollouts: RankScheduler, rank: int) -> Any:
-        batch = rollouts.next_batch()
+        rollouts.next_batch()
         with pytest.raises(april.RankError, match="make different calls") as caught:
-            rollouts.weight_update(trained=batch.id if rank else 7)
+            rollouts.weight_update(**arguments(rank))
         with pytest.raises(april.RankError, match="make different calls"):
             rollouts.next_batch()
-        return caught.value.ranks, str(caught.value), rank or len(rollouts.state_dict())
+        assert rollouts.state_dict() if rank == 0 else True
+        return sorted(caught.value.ranks), str(caught.value)
 
-    (ranks, sentence, there), (same, words, _) = run_ranks(program)
-    assert (same, words) == (ranks, sentence)
-    assert sorted(ranks) == [0, 1]
-    assert "rank 0 weight_update(trained=7)" in sentence
-    assert "rank 1 weight_update(trained=0)" in sentence
-    assert there
-
-
-def test_the_end_of_a_long_argument_counts() -> None:
-    """Two directories whose names differ after hundreds of characters are two."""
-    long = "/" + "x" * 300
-
-    def program(rollouts: RankScheduler, rank: int) -> None:
-        rollouts.next_batch()
-        rollouts.weight_update(path=f"{long}/step-{rank}")
-
-    for outcome in run_ranks(program):
-        assert "make different calls" in str(raised(outcome))
+    (ranks, sentence), same = run_ranks(program)
+    assert same == (ranks, sentence)
+    assert ranks == [0, 1]
+    assert all(f"rank {rank} weight_update({words[rank]}" in sentence for rank in range(2))
 
 
 def test_the_same_arguments_in_other_words() -> None:
@@ -71,13 +68,6 @@ def test_the_same_arguments_in_other_words() -> None:
         return batch.id
 
     assert run_ranks(program) == [0, 0]
-
-
-def test_different_configurations() -> None:
-    """Seen at the construction, on all."""
-    configs = [CONFIG.model_copy(update={"seed": rank}) for rank in range(2)]
-    for outcome in run_ranks(lambda rollouts, rank: None, configs=configs):
-        assert re.search(r"make different calls .*RankScheduler\(config ", str(raised(outcome)))
 
 
 class Speechless(Exception):
@@ -151,23 +141,16 @@ def test_rank_0_does_not_wait_for_a_batch_when_another_rank_has_died() -> None:
     def stuck(prompt: april.Prompt, response: april.Response) -> float:
         if prompt.position == 3:
             hangs.set()
-            dead.wait(60)
+            dead.wait(PATIENCE_S)
         return 1.0
 
     def program(rollouts: RankScheduler, rank: int) -> Any:
         rollouts.next_batch()
         if rank == 1:
-
-            def wait() -> None:
-                with pytest.raises(april.RankError):
-                    rollouts.next_batch()
-
-            waiter = threading.Thread(target=wait)
-            waiter.start()
-            assert hangs.wait(60)
+            waits = begun(rollouts.next_batch)
+            assert hangs.wait(PATIENCE_S)
             cut(rollouts)
-            waiter.join(60)
-            return None
+            return raised(waits.exception(PATIENCE_S))
         with pytest.raises(april.RankError, match="connection to rank 1 is lost"):
             rollouts.next_batch()
         dead.set()
@@ -219,15 +202,27 @@ def test_who_does_not_know_the_token_is_no_rank() -> None:
     server.stop()
 
 
-def test_rank_0_cannot_begin() -> None:
-    """Its ConfigError comes on all ranks: a wrong prompt argument, a wrong reward."""
-    for options, sentence in (
-        ({"prompts": 3}, "prompts"),
-        ({"reward": 3}, "reward must be a function"),
-    ):
-        for outcome in run_ranks(lambda rollouts, rank: None, **options):  # type: ignore[arg-type]
-            assert type(outcome) is april.ConfigError
-            assert re.search(sentence, str(outcome)), outcome
+@pytest.mark.parametrize(
+    ("options", "kind", "sentence"),
+    [
+        (
+            {"configs": [CONFIG.model_copy(update={"seed": rank}) for rank in range(2)]}, april.RankError,
+            r"make different calls .*RankScheduler\(config ",
+        ),
+        ({"prompts": 3}, april.ConfigError, "prompts"),
+        ({"reward": 3}, april.ConfigError, "reward must be a function"),
+        (
+            {"data": {0: 0, 1: 0}, "data_size": 2}, april.ConfigError,
+            "^ranks: no rank has the data_rank 1, of data_size 2$",
+        ),
+    ],
+    ids=["configurations", "prompts", "reward", "a share that nobody gets"],
+)  # fmt: skip
+def test_ranks_that_cannot_begin(options: dict[str, Any], kind: type[Exception], sentence: str) -> None:
+    """All ranks are told at the construction."""
+    for outcome in run_ranks(lambda rollouts, rank: None, **options):
+        assert type(outcome) is kind
+        assert re.search(sentence, str(outcome)), outcome
 
 
 def test_data_that_cannot_travel_later() -> None:
@@ -286,10 +281,3 @@ def test_ranks_that_cannot_be(numbers: dict[str, Any], sentence: str) -> None:
     """Refused before anything starts."""
     with pytest.raises(april.ConfigError, match=sentence):
         april.Ranks(**numbers)
-
-
-def test_a_share_that_nobody_gets() -> None:
-    """Refused on all ranks."""
-    for outcome in run_ranks(lambda rollouts, rank: None, data={0: 0, 1: 0}, data_size=2):
-        assert type(outcome) is april.ConfigError
-        assert str(outcome) == "ranks: no rank has the data_rank 1, of data_size 2"

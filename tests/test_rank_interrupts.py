@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from interrupting import interrupt, with_a_signal
-from rank_threads import PATIENCE_S, engine, names_of, run_ranks
+from rank_threads import PATIENCE_S, Taking, engine, names_of, run_ranks
 
 import april
 from april.processes.rank_scheduler import RankScheduler
 
 CONFIG = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=9)
+WAYS = ["in place", "transfer", "weights"]
 Made = Callable[[RankScheduler], Any]
 
 
 def again_until_done(call: Callable[[], Any], culprit: int, tries: int = 3) -> Any:
-    """A transfer that was interrupted is told, with the rank's name, and made again by all."""
+    """A step that was interrupted is told, with the rank's name, and the call is made again by all."""
     for _ in range(tries):
         try:
             return call()
         except april.RankError as error:
-            if (str(error), error.ranks) != (f"the transfer of rank {culprit} raised KeyboardInterrupt", (culprit,)):
+            told = rf"the (transfer|\w+ of (a bucket of )?the weights) of rank {culprit} raised KeyboardInterrupt"
+            if not re.fullmatch(told, str(error)) or error.ranks != (culprit,):
                 raise
     raise AssertionError("the ranks do not come together again")
 
 
-def interrupted_everywhere(made: Made, culprit: int, world_size: int = 2) -> tuple[list[list[Any]], int]:
+def interrupted_everywhere(made: Made, culprit: int, **options: Any) -> tuple[list[list[Any]], int]:
     """What each rank's calls returned, one for each place at which the culprit's was interrupted; and how many were."""
-    together = threading.Barrier(world_size, timeout=PATIENCE_S)
+    together = threading.Barrier(2, timeout=PATIENCE_S)
     seen = {"last": False, "interrupts": 0}
 
     def at_its_place(place: int, call: Callable[[], Any]) -> Any:
@@ -58,7 +62,7 @@ def interrupted_everywhere(made: Made, culprit: int, world_size: int = 2) -> tup
         return returned
 
     prompts = ([3 + i % 7, 2] for i in itertools.count())
-    outcomes = run_ranks(program, world_size, config=CONFIG, prompts=prompts)
+    outcomes = run_ranks(program, config=CONFIG, prompts=prompts, **options)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
@@ -76,11 +80,13 @@ def test_next_batch(culprit: int) -> None:
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("way", ["in place", "transfer"])
-def test_weight_update(way: str, culprit: int) -> None:
+@pytest.mark.parametrize("arguments", [{}, {"transfer": lambda: None}, {"weights": {"w": torch.ones(2)}}], ids=WAYS)
+def test_weight_update(arguments: dict[str, Any], culprit: int) -> None:
     """It lands once, on all ranks."""
-    arguments: dict[str, Any] = {"transfer": lambda: None} if way == "transfer" else {}
-    outcomes, interrupts = interrupted_everywhere(lambda rollouts: rollouts.weight_update(**arguments), culprit)
+    options = {"engines": lambda rank: None if rank else [Taking()]} if "weights" in arguments else {}
+    outcomes, interrupts = interrupted_everywhere(
+        lambda rollouts: rollouts.weight_update(**arguments), culprit, **options
+    )
     assert interrupts > 20
     for place, versions in enumerate(zip(*outcomes, strict=True)):
         assert versions == ((0, place + 1),) * 2

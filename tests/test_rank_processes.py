@@ -24,8 +24,9 @@ PROMPTS = 9
 
 def test_two_ranks_of_fsdp2_and_after_a_restart_one(tmp_path: Path) -> None:
     """Each response is trained once over all ranks and both starts; the log-probabilities equal a recomputation on each
-    rank; the final weights are those of one process that trains the same batches. Collectives work inside of transfers,
-    and evaluations are alike. With DDP, three ranks, empty shares and ranks that die: ``python -m tests.ranks``."""
+    rank, also where one of them has nothing to generate; the final weights are those of one process that trains the
+    same batches. Collectives work inside of transfers, and evaluations are alike. With DDP, three ranks, empty shares
+    and ranks that die: ``python -m tests.ranks``."""
     data = ("--kind", "fsdp2", "--short", "--prompts", str(PROMPTS))
     first = start(2, tmp_path / "a", *data, "--steps", "2", "--save", str(tmp_path / "saved.pt"))
     assert first.code == 0, first.log[-3000:]

@@ -7,15 +7,14 @@ import inspect
 import socket
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
-from rank_threads import CONFIG, drain, engine, names_of, raised, reward, run_ranks
+from rank_threads import CONFIG, beside, drain, engine, names_of, raised, reward, run_ranks
 
 import april
-from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine
 from april.processes.rank_scheduler import RankScheduler
 
@@ -39,31 +38,10 @@ def test_it_has_the_face_of_the_rollout_scheduler() -> None:
     assert {n for n in dir(RankScheduler) if n[0] != "_"} == {n for n in dir(april.RolloutScheduler) if n[0] != "_"}
 
 
-def test_a_loop_over_the_shares() -> None:
-    """Every rank has its share of each batch, until the data ends on all of them."""
-
-    def program(rollouts: RankScheduler, rank: int) -> list[tuple[int, int]]:
-        seen = []
-        for batch in rollouts:
-            seen.append((batch.id, batch.share.rank))
-            rollouts.weight_update(transfer=lambda: None)
-        return seen
-
-    first, second = run_ranks(program)
-    assert first == [(number, 0) for number in range(4)]
-    assert second == [(number, 1) for number in range(4)]
-
-
-class Shown(SimulatedEngine):
-    weights = (1.0, 2.0)
-
-    def weight_sample(self) -> NDArray[np.float32]:
-        return np.array(self.weights, np.float32)
-
-
-def shown(*weights: float) -> Shown:
-    made = Shown("e", DecodeCost(1e-5, 0.0, 0.0), lambda r: 3, max_running=8)
-    made.weights = weights  # type: ignore[assignment]
+def shown(*weights: float) -> SimulatedEngine:
+    """An engine that shows these weights."""
+    made = engine()
+    made.weight_sample = lambda: np.array(weights, np.float32)  # type: ignore[attr-defined]
     return made
 
 
@@ -155,11 +133,11 @@ def test_more_ranks_than_samples() -> None:
 
 
 def test_a_rank_alone_is_a_rollout_scheduler() -> None:
-    """Without other ranks nothing listens, and data may be anything."""
+    """Without other ranks nothing listens, and data may be anything; a loop over it ends with the data."""
     unplain = [{"token_ids": [3], "set": {1, 2}} for _ in range(2)]
-    ((batches, _),) = run_ranks(lambda rollouts, rank: drain(rollouts), 1, prompts=unplain)
-    assert [len(b) for b in batches] == [6]
-    assert batches[0].samples[0].prompt.data == {"set": {1, 2}}
+    (((batch,)),) = run_ranks(lambda rollouts, rank: list(rollouts), 1, prompts=unplain)
+    assert len(batch) == 6
+    assert batch.samples[0].prompt.data == {"set": {1, 2}}
 
 
 # ---------------------------------------------------------------- calls of all
@@ -330,26 +308,22 @@ def test_by_hand_one_scheduler_after_the_other() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"address": f"127.0.0.1:{free.getsockname()[1]}", "token": april.new_token()}
-    outcomes: dict[int, Any] = {}
+    closed = threading.Event()
 
-    def live(rank: int) -> None:
+    def live(rank: int) -> list[int]:
         ranks = april.Ranks(rank=rank, world_size=2, rank_timeout_s=20.0, **place)
+        seen = []
         for _ in range(2):
             options = {"prompts": [[1], [2]], "engines": [engine()], "reward": reward} if rank == 0 else {}
             with RankScheduler(CONFIG, ranks=ranks, **options) as rollouts:
-                outcomes.setdefault(rank, []).append(len(rollouts.next_batch()))
+                seen.append(len(rollouts.next_batch()))
                 if rank == 0:
                     closed.wait(20)
             if rank == 1:
                 closed.set()
+        return seen
 
-    closed = threading.Event()
-    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert outcomes == {0: [3, 3], 1: [3, 3]}
+    assert beside(partial(live, 0), partial(live, 1)) == [[3, 3]] * 2
 
 
 # ---------------------------------------------------------------- weights that are spread over the ranks
@@ -359,7 +333,7 @@ class ShardedEngine(SimulatedEngine):
     """Generates while the weights are whole; putting them together takes all ranks at the same time."""
 
     def __init__(self, together: threading.Barrier, fails: bool = False) -> None:
-        super().__init__("e", DecodeCost(1e-5, 0.0, 0.0), lambda request: 4, max_running=8)
+        vars(self).update(vars(engine()))
         self._together, self._fails = together, fails
         self.whole = False
         self.requests = 0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
+from rank_threads import PATIENCE_S, begun, until
 
 import april
 from april.errors import RankError
@@ -39,11 +41,17 @@ class ServedScheduler:
         return method.encode()
 
 
+def two_transfers(on_all: RunOnAllRanks) -> None:
+    on_all("transfer", b"first")
+    on_all("transfer", b"second")
+
+
 class Rank:
     """A rank without a socket: what it asks, it asks the server's coroutine."""
 
     def __init__(self, server: RankServer, number: int) -> None:
-        self._server, self.number = server, number
+        self.server, self.number = server, number
+        self.scheduler: ServedScheduler = server._scheduler
         self.joined: Joined = server.join(number, server._ranks.world_size - 1 - number)
         self.requests = 0
 
@@ -56,14 +64,14 @@ class Rank:
             rank=self.number, session=self.joined.session, call_number=call, call_text=what, steps_done=carried,
             **{"request": self.requests} | more,
         )  # fmt: skip
-        return asyncio.get_running_loop().create_task(self._server.exchange(asked))
+        return asyncio.get_running_loop().create_task(self.server.exchange(asked))
 
 
 @contextmanager
-def served(returns: bool = False, **timeouts: float) -> Iterator[tuple[RankServer, ServedScheduler]]:
+def served(**timeouts: float) -> Iterator[tuple[RankServer, ServedScheduler]]:
     """A server of two ranks."""
     given: dict[str, Any] = {"rank_timeout_s": 30.0} | timeouts
-    server = RankServer(april.Ranks(world_size=2, address="127.0.0.1:0", token=TOKEN, **given), allow_rejoin=returns)
+    server = RankServer(april.Ranks(world_size=2, address="127.0.0.1:0", token=TOKEN, **given))
     scheduler = ServedScheduler()
     server.set_scheduler(scheduler)
     try:
@@ -79,21 +87,21 @@ async def a_turn() -> None:
         await asyncio.sleep(0)
 
 
-async def until(there: Callable[[], bool]) -> None:
-    """Wait on a loop of april's until something is so."""
-    while not there():  # noqa: ASYNC110 - nobody tells
-        await asyncio.sleep(0)
+def on_its_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test on the loop of a server to which both ranks have come."""
 
+    @wraps(test)
+    def runs(**parameters: Any) -> None:
+        async def program() -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                await test(Rank(server, 0), Rank(server, 1), **parameters)
 
-def alive(program: Callable[[RankServer, ServedScheduler], Awaitable[None]], returns: bool = False) -> None:
-    """Run a program on the loop of a server."""
-    with served(returns) as (server, scheduler):
-        server.thread.submit(lambda: _within(program(server, scheduler))).result()
+        with served() as (server, _):
+            server.thread.submit(program).result()
 
-
-async def _within(work: Awaitable[None]) -> None:
-    async with asyncio.timeout(30):
-        await work
+    _, _, *parameters = inspect.signature(test).parameters.values()
+    runs.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return runs
 
 
 def ended(*answers: Step | CallResult) -> list[bytes]:
@@ -102,189 +110,154 @@ def ended(*answers: Step | CallResult) -> list[bytes]:
     return [a.content for a in answers]
 
 
-def test_an_answer_that_was_lost_is_given_again() -> None:
+@on_its_loop
+async def test_an_answer_that_was_lost_is_given_again(zero: Rank, one: Rank) -> None:
     """A call is made once, however often a rank asks for its end, until all have come to the next one."""
-
-    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
-        zero, one = Rank(server, 0), Rank(server, 1)
-        for _ in range(2):
-            assert ended(*await asyncio.gather(zero.ask(0), one.ask(0))) == [b"call 1 of share 1", b"call 1 of share 0"]
-        waits = zero.ask(1)
-        assert ended(await one.ask(0)) == [b"call 1 of share 0"]
-        assert ended(await one.ask(1), await waits)[::-1] == [b"call 2 of share 1", b"call 2 of share 0"]
-        assert scheduler.calls == 2
-
-    alive(program)
+    for _ in range(2):
+        assert ended(*await asyncio.gather(zero.ask(0), one.ask(0))) == [b"call 1 of share 1", b"call 1 of share 0"]
+    waits = zero.ask(1)
+    assert ended(await one.ask(0)) == [b"call 1 of share 0"]
+    assert ended(await one.ask(1), await waits)[::-1] == [b"call 2 of share 1", b"call 2 of share 0"]
+    assert zero.scheduler.calls == 2
 
 
-def test_a_rank_that_was_interrupted_has_not_come() -> None:
+@on_its_loop
+async def test_a_rank_that_was_interrupted_has_not_come(zero: Rank, one: Rank) -> None:
     """It is missed until it asks again; where its old question ends only after that, it has come all the same."""
-
-    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
-        zero, one = Rank(server, 0), Rank(server, 1)
-        old = one.ask(0)
-        await a_turn()
-        old.cancel()
-        await a_turn()
-        waits = zero.ask(0)
-        await a_turn()
-        assert not server._calls[0].started
-        zero_again = zero.ask(0)  # an interrupt, and its question comes before the end of the old one is heard
-        await a_turn()
-        waits.cancel()
-        await a_turn()
-        assert len(ended(await one.ask(0), await zero_again)) == 2
-
-    alive(program)
+    old = one.ask(0)
+    await a_turn()
+    old.cancel()
+    await a_turn()
+    waits = zero.ask(0)
+    await a_turn()
+    assert not zero.server._calls[0].started
+    zero_again = zero.ask(0)  # an interrupt, and its question comes before the end of the old one is heard
+    await a_turn()
+    waits.cancel()
+    await a_turn()
+    assert len(ended(await one.ask(0), await zero_again)) == 2
 
 
-def test_a_question_that_was_overtaken_changes_nothing() -> None:
+@on_its_loop
+async def test_a_question_that_was_overtaken_changes_nothing(zero: Rank, one: Rank) -> None:
     """Two of a rank that cross on their way: the later one counts, and the other ranks are asked nothing."""
-
-    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
-        zero, one = Rank(server, 0), Rank(server, 1)
-        new = one.ask(0, "commit(0)", request=8)
-        await a_turn()
-        with pytest.raises(RankError, match="has made a newer call"):
-            await one.ask(0, "next_batch()", request=7)
-        assert len(ended(await zero.ask(0, "commit(0)"), await new)) == 2
-
-    alive(program)
+    new = one.ask(0, "commit(0)", request=8)
+    await a_turn()
+    with pytest.raises(RankError, match="has made a newer call"):
+        await one.ask(0, "next_batch()", request=7)
+    assert len(ended(await zero.ask(0, "commit(0)"), await new)) == 2
 
 
 @pytest.mark.parametrize("over", [False, True])
-def test_another_call_in_place_of_one_that_began_is_refused_for_all(over: bool) -> None:
+@on_its_loop
+async def test_another_call_in_place_of_one_that_began_is_refused_for_all(zero: Rank, one: Rank, over: bool) -> None:
     """The others have made it with that rank: its end is no answer to the other call."""
-
-    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
-        zero, one = Rank(server, 0), Rank(server, 1)
-        scheduler.make = lambda on_all: None if over else on_all("transfer")
-        waiting = [zero.ask(0), one.ask(0)]
-        await asyncio.wait(waiting)
-        for _ in range(2):
-            with pytest.raises(RankError, match=r"rank 1 was interrupted in next_batch\(\) and called commit\(0\)"):
-                await one.ask(0, "commit(0)")
-
-    alive(program)
+    zero.scheduler.make = lambda on_all: None if over else on_all("transfer")
+    waiting = [zero.ask(0), one.ask(0)]
+    await asyncio.wait(waiting)
+    for _ in range(2):
+        with pytest.raises(RankError, match=r"rank 1 was interrupted in next_batch\(\) and called commit\(0\)"):
+            await one.ask(0, "commit(0)")
 
 
-def test_a_step_is_carried_out_by_all_before_the_call_goes_on() -> None:
+@on_its_loop
+async def test_a_step_is_carried_out_by_all_before_the_call_goes_on(zero: Rank, one: Rank) -> None:
     """Asked twice it is told twice, with what belongs to it, and it is done once."""
-
-    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
-        def make(on_all: RunOnAllRanks) -> None:
-            on_all("transfer", b"first")
-            on_all("transfer", b"second")
-
-        scheduler.make = make
-        ranks = Rank(server, 0), Rank(server, 1)
-        assert list(await asyncio.gather(*(r.ask(0) for r in ranks))) == [Step("transfer", b"first")] * 2
-        assert await ranks[0].ask(0) == Step("transfer", b"first")
-        done = ranks[0].ask(0, carried=1)
-        await a_turn()
-        assert not done.done()
-        assert list(await asyncio.gather(done, ranks[1].ask(0, carried=1))) == [Step("transfer", b"second")] * 2
-        assert len(ended(*await asyncio.gather(*(r.ask(0, carried=2) for r in ranks)))) == 2
-
-    alive(program)
+    zero.scheduler.make = two_transfers
+    assert list(await asyncio.gather(zero.ask(0), one.ask(0))) == [Step("transfer", b"first")] * 2
+    assert await zero.ask(0) == Step("transfer", b"first")
+    done = zero.ask(0, carried=1)
+    await a_turn()
+    assert not done.done()
+    assert list(await asyncio.gather(done, one.ask(0, carried=1))) == [Step("transfer", b"second")] * 2
+    assert len(ended(*await asyncio.gather(zero.ask(0, carried=2), one.ask(0, carried=2)))) == 2
 
 
-def test_a_failed_step_is_told_before_the_end_of_the_rank_that_failed() -> None:
+@on_its_loop
+async def test_a_failed_step_is_told_before_the_end_of_the_rank_that_failed(zero: Rank, one: Rank) -> None:
     """It raises in a transfer and its process ends: the others hear of the transfer, and afterwards of the end."""
-
-    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
-        zero, one = Rank(server, 0), Rank(server, 1)
-        scheduler.make = lambda on_all: on_all("transfer")
-        await asyncio.gather(zero.ask(0), one.ask(0))
-        waits = zero.ask(0, carried=1)
-        await a_turn()
-        await one.ask(0, error="OSError: full")
-        server._note_closed(1, "OSError: full")
-        end = await waits
-        assert isinstance(end, CallResult)
-        assert end.error == ("RankError", "the transfer of rank 1 raised OSError: full", (1,))
-        with pytest.raises(RankError, match="rank 1 has ended with an error: OSError: full"):
-            await zero.ask(1)
-
-    alive(program)
+    zero.scheduler.make = lambda on_all: on_all("transfer")
+    await asyncio.gather(zero.ask(0), one.ask(0))
+    waits = zero.ask(0, carried=1)
+    await a_turn()
+    await one.ask(0, error="OSError: full")
+    zero.server._note_closed(1, "OSError: full")
+    end = await waits
+    assert isinstance(end, CallResult)
+    assert end.error == ("RankError", "the transfer of rank 1 raised OSError: full", (1,))
+    with pytest.raises(RankError, match="rank 1 has ended with an error: OSError: full"):
+        await zero.ask(1)
 
 
-def test_what_the_scheduler_raises_is_told_to_all() -> None:
+@on_its_loop
+async def test_what_the_scheduler_raises_is_told_to_all(zero: Rank, one: Rank) -> None:
     """By its name where it is april's, else as rank 0's; the next call is made."""
+    def make(on_all: RunOnAllRanks) -> None:
+        raise april.DataExhausted("no more") if zero.scheduler.calls == 1 else ZeroDivisionError("a reward")
 
-    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
-        def make(on_all: RunOnAllRanks) -> None:
-            raise april.DataExhausted("no more") if scheduler.calls == 1 else ZeroDivisionError("a reward")
-
-        scheduler.make = make
-        ranks = Rank(server, 0), Rank(server, 1)
-        by_rank_0 = "RankError", "rank 0 raised ZeroDivisionError: a reward", (0,)
-        for call, told in enumerate((("DataExhausted", "no more", ()), by_rank_0)):
-            for end in await asyncio.gather(*(r.ask(call) for r in ranks)):
-                assert isinstance(end, CallResult)
-                assert end.error == told
-
-    alive(program)
+    zero.scheduler.make = make
+    by_rank_0 = "RankError", "rank 0 raised ZeroDivisionError: a reward", (0,)
+    for call, told in enumerate((("DataExhausted", "no more", ()), by_rank_0)):
+        for end in await asyncio.gather(zero.ask(call), one.ask(call)):
+            assert isinstance(end, CallResult)
+            assert end.error == told
 
 
-def test_a_rank_that_died_has_not_come_and_is_asked_for_what_is_left() -> None:
+@on_its_loop
+async def test_a_rank_that_died_has_not_come_and_is_asked_for_what_is_left(zero: Rank, one: Rank) -> None:
     """Where ranks come back: its question counts no more; the process in its place carries out only later steps."""
-
-    async def program(server: RankServer, scheduler: ServedScheduler) -> None:
-        zero, one = Rank(server, 0), Rank(server, 1)
-        one.ask(0)
-        await a_turn()
-        server._remove_rank(1, "it died")
-        waits = zero.ask(0)
-        await a_turn()
-        assert not server._calls[0].started
-
-        def make(on_all: RunOnAllRanks) -> None:
-            on_all("transfer", b"first")
-            on_all("transfer", b"second")
-
-        scheduler.make = make
-        one = Rank(server, 1)
-        assert list(await asyncio.gather(waits, one.ask(0))) == [Step("transfer", b"first")] * 2
-        one.ask(0, carried=1)
-        await a_turn()
-        server._remove_rank(1, "it died")  # after it had carried out the first step
-        again = Rank(server, 1)
-        assert again.joined.call == 0
-        comes = again.ask(0)
-        assert await zero.ask(0, carried=1) == await comes == Step("transfer", b"second")
-        assert len(ended(*await asyncio.gather(zero.ask(0, carried=2), again.ask(0, carried=1)))) == 2
-
-    alive(program, returns=True)
+    zero.server._allow_rejoin = True
+    one.ask(0)
+    await a_turn()
+    zero.server._remove_rank(1, "it died")
+    waits = zero.ask(0)
+    await a_turn()
+    assert not zero.server._calls[0].started
+    zero.scheduler.make = two_transfers
+    one = Rank(zero.server, 1)
+    assert list(await asyncio.gather(waits, one.ask(0))) == [Step("transfer", b"first")] * 2
+    one.ask(0, carried=1)
+    await a_turn()
+    zero.server._remove_rank(1, "it died")  # after it had carried out the first step
+    again = Rank(zero.server, 1)
+    assert again.joined.call == 0
+    comes = again.ask(0)
+    assert await zero.ask(0, carried=1) == await comes == Step("transfer", b"second")
+    assert len(ended(*await asyncio.gather(zero.ask(0, carried=2), again.ask(0, carried=1)))) == 2
 
 
-def ranks_of(server: RankServer, address: str) -> tuple[RankClient, RankClient]:
-    """Rank 0 in the process of the server, and rank 1 elsewhere."""
-    here = april.Ranks(world_size=2, address=address, token=TOKEN)
-    there = april.Ranks(rank=1, world_size=2, address=address, token=TOKEN)
-    zero, one = RankClient(here, server=server), RankClient(there)
-    for client, ranks in ((zero, here), (one, there)):
-        client.join(ranks.rendezvous())
-    return zero, one
+def asked() -> CallRequest:
+    """A request for the first call."""
+    return CallRequest(call_number=0, call_text="next_batch()", steps_done=0)
+
+
+@contextmanager
+def clients(**timeouts: float) -> Iterator[tuple[RankServer, ServedScheduler, RankClient, RankClient]]:
+    """A server, rank 0 in its process, and rank 1 elsewhere."""
+    with served(**timeouts) as (server, scheduler):
+        address = server.listen(TOKEN)
+        here, there = (april.Ranks(rank=rank, world_size=2, address=address, token=TOKEN) for rank in range(2))
+        zero, one = RankClient(here, server=server), RankClient(there)
+        zero.join(here.rendezvous())
+        one.join(there.rendezvous())
+        yield server, scheduler, zero, one
+        one.close(None)
 
 
 def test_an_answer_of_any_length_arrives_whole() -> None:
     """It is written in pieces."""
-    with served() as (server, scheduler):
+    with clients() as (_, scheduler, zero, one):
         content = bytes(range(256)) * (5 * PIECE_BYTES // 512)
         scheduler.make = lambda on_all: content
-        zero, one = ranks_of(server, server.listen(TOKEN))
-        waits = zero.thread.submit(lambda: zero._exchange(0, "next_batch()", 0, None))
-        assert ended(one.exchange(0, "next_batch()", 0)) == [content + b"1"]
+        waits = zero.thread.submit(lambda: zero._exchange(asked()))
+        assert ended(one.exchange(asked())) == [content + b"1"]
         assert ended(waits.result()) == [content + b"0"]
-        one.close(None)
 
 
 def test_a_rank_asks_again_where_a_connection_breaks_and_rank_0_lives() -> None:
     """Its line stands: the call is made with it, once."""
-    with served() as (server, scheduler):
-        zero, one = ranks_of(server, server.listen(TOKEN))
-        asks = one.thread.submit(lambda: one._exchange(0, "next_batch()", 0, None))
+    with clients() as (server, scheduler, zero, one):
+        asks = one.thread.submit(lambda: one._exchange(asked()))
 
         async def broken() -> None:
             await until(lambda: 1 in server._latest_requests)
@@ -296,31 +269,26 @@ def test_a_rank_asks_again_where_a_connection_breaks_and_rank_0_lives() -> None:
             await until(lambda: task not in server._request_tasks)
 
         server.thread.run(broken)
-        assert ended(zero.exchange(0, "next_batch()", 0), asks.result()) == [b"call 1 of share 0", b"call 1 of share 1"]
+        assert ended(zero.exchange(asked()), asks.result()) == [b"call 1 of share 0", b"call 1 of share 1"]
         assert (scheduler.calls, server.group_error) == (1, None)
-        one.close(None)
 
 
 def test_the_end_does_not_wait_for_a_call_that_is_carried_out() -> None:
     """The scheduler is closed after the server: nothing else would end a batch that never comes."""
     closed = threading.Event()
-    with served() as (server, scheduler):
-        scheduler.make = lambda on_all: closed.wait(60) and None
-        zero, one = ranks_of(server, server.listen(TOKEN))
-        asks = zero.thread.submit(lambda: zero._exchange(0, "next_batch()", 0, None))
-        comes = one.thread.submit(lambda: one._exchange(0, "next_batch()", 0, None))
+    with clients() as (server, scheduler, zero, one):
+        scheduler.make = lambda on_all: closed.wait(PATIENCE_S) and None
+        asks = zero.thread.submit(lambda: zero._exchange(asked()))
+        comes = one.thread.submit(lambda: one._exchange(asked()))
         server.thread.run(partial(until, lambda: scheduler.calls == 1))
-        ends = threading.Thread(target=server.close, args=(ConnectionError("enough"),))
-        ends.start()
-        ends.join(10.0)
-        late = ends.is_alive()
-        closed.set()
-        assert not late
+        try:
+            begun(partial(server.close, ConnectionError("enough"))).result(10.0)
+        finally:
+            closed.set()
         assert isinstance(asks.error(), RankError)
         end = comes.result()
         assert isinstance(end, CallResult)
         assert end.error == ("RankError", "rank 0 has ended with an error: ConnectionError: enough", (0,))
-        one.close(None)
 
 
 def test_silence_is_death_after_the_deadline() -> None:
@@ -332,19 +300,13 @@ def test_silence_is_death_after_the_deadline() -> None:
         beats.note_beat(2, float(now))
         assert list(beats.silent_peers(float(now))) == ([1] if now >= 6 else [])
     beats.forget(1)
-    assert list(beats.silent_peers(9.0)) == []
-    assert list(beats.silent_peers(100.0)) == []
-    assert list(beats.silent_peers(102.0)) == []
-    assert list(beats.silent_peers(104.0)) == []
-    assert list(beats.silent_peers(106.5)) == [2]
+    assert [beats.silent_peers(now) for now in (9.0, 100.0, 102.0, 104.0, 106.5)] == [[], [], [], [], [2]]
 
 
 def test_a_rank_of_which_nothing_is_heard_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connections stand, and it gives no sign of life: it is named after rank_deadline_s, not rank_timeout_s."""
     monkeypatch.setattr(RankClient, "_check_heartbeats", lambda self, line: None)
-    with served(rank_deadline_s=0.3) as (server, _):
-        zero, one = ranks_of(server, server.listen(TOKEN))
+    with clients(rank_deadline_s=0.3) as (_, _, zero, _):
         sentence = r"the connection to rank 1 is lost: it sent nothing for 0\.3 s \(rank_deadline_s\)"
         with pytest.raises(RankError, match=sentence):
-            zero.exchange(0, "next_batch()", 0)
-        one.close(None)
+            zero.exchange(asked())

@@ -12,37 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from rank_threads import PATIENCE_S, engine, raised, run_ranks
+from rank_threads import PATIENCE_S, Taking, raised, run_ranks
 
 from april.core.versions import PolicyVersion
-from april.engines.simulated.engine import SimulatedEngine
-from april.engines.weight_transfer import TensorSpec
 from april.errors import EngineError
 from april.processes.rank_scheduler import RankScheduler
 
-
-class Taking(SimulatedEngine):
-    """Keeps what it is given."""
-
-    def __init__(self, fails_at: str = "") -> None:
-        made = engine()
-        vars(self).update(vars(made))
-        self._capabilities = replace(made.capabilities, takes_tensors=True, remote=True)
-        self.coming: dict[str, torch.Tensor] = {}
-        self.weights: list[dict[str, torch.Tensor]] = []
-        """Those of each update that has come to its end."""
-        self.fails_at = fails_at
-
-    def reads(self, model: Any) -> bool:
-        return False
-
-    async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
-        if any(spec.name == self.fails_at for spec in specs):
-            raise EngineError("its memory is full")
-        self.coming |= {spec.name: tensor.clone() for spec, tensor in zip(specs, tensors, strict=True)}
-        if last:
-            self.weights.append(self.coming)
-            self.coming = {}
+BROKEN = ((1, 0), (1, 2), (0, 1))
+"""A rank, and the tensor at which its iterable breaks off."""
+SAME_NAMES = "every rank must give the same names, shapes and dtypes"
 
 
 class Spread:
@@ -67,6 +45,23 @@ class Spread:
         piece.detach = lambda: piece  # type: ignore[method-assign]
         return piece
 
+    def is_in(self, engine: Taking, times: int = 1) -> bool:
+        """Whether an engine was given all whole tensors, so many times."""
+        return len(engine.weights) == times and all(
+            found.keys() == self.whole.keys() and all(torch.equal(found[name], self.whole[name]) for name in found)
+            for found in engine.weights
+        )
+
+
+def update_with(weights: Callable[[], Any]) -> Callable[[RankScheduler, int], PolicyVersion]:
+    """A batch, and an update with the weights that each rank makes."""
+
+    def program(rollouts: RankScheduler, rank: int) -> PolicyVersion:
+        rollouts.next_batch()
+        return rollouts.weight_update(weights=weights())
+
+    return program
+
 
 def test_the_ranks_send_what_is_spread_over_them() -> None:
     """Every rank takes part in every gathering, in one order; the engine of rank 0 has whole weights, twice."""
@@ -81,10 +76,7 @@ def test_the_ranks_send_what_is_spread_over_them() -> None:
 
     outcomes = run_ranks(program, 3, engines=lambda rank: None if rank else [taking])
     assert outcomes == [[PolicyVersion(0, 1), PolicyVersion(0, 2)]] * 3
-    assert len(taking.weights) == 2
-    for found in taking.weights:
-        assert found.keys() == spread.whole.keys()
-        assert all(torch.equal(found[name], spread.whole[name]) for name in found)
+    assert spread.is_in(taking, 2)
     assert len(spread.gathered) == 3 * 2 * 5
 
 
@@ -97,11 +89,7 @@ def test_ranks_may_overwrite_what_they_have_yielded() -> None:
         for number in range(5):
             yield f"t{number}", buffer.fill_(number)
 
-    def program(rollouts: RankScheduler, rank: int) -> Any:
-        rollouts.next_batch()
-        return rollouts.weight_update(weights=one_buffer())
-
-    assert run_ranks(program, 2, engines=lambda rank: None if rank else [taking]) == [PolicyVersion(0, 1)] * 2
+    run_ranks(update_with(one_buffer), engines=lambda rank: None if rank else [taking])
     (found,) = taking.weights
     assert {name: tensor.tolist() for name, tensor in found.items()} == {f"t{i}": [i] * 4 for i in range(5)}
 
@@ -119,21 +107,7 @@ def test_engines_of_other_ranks_with_models_of_their_own_get_the_weights_there()
         return len(rollouts.next_batch())
 
     assert run_ranks(program, 2, engines=lambda rank: [taking[rank]]) == [3, 3]
-    for one in taking:
-        (found,) = one.weights
-        assert all(torch.equal(found[name], spread.whole[name]) for name in spread.whole)
-
-
-def failing(weights: Callable[[int], Any], world_size: int = 2, taking: Taking | None = None) -> tuple[Any, Taking]:
-    """What an update with these weights raises on each rank, and the engine; a batch has come before and comes after
-    where the ranks go on."""
-    there = taking or Taking()
-
-    def program(rollouts: RankScheduler, rank: int) -> Any:
-        rollouts.next_batch()
-        rollouts.weight_update(weights=weights(rank))
-
-    return run_ranks(program, world_size, engines=lambda rank: None if rank else [there]), there
+    assert all(map(spread.is_in, taking))
 
 
 def broken_at(pairs: Sequence[Any], number: int) -> Iterator[Any]:
@@ -143,84 +117,55 @@ def broken_at(pairs: Sequence[Any], number: int) -> Iterator[Any]:
         yield pair
 
 
-@pytest.mark.parametrize(("rank", "number"), [(1, 0), (1, 2), (0, 1)])
-def test_a_rank_that_cannot_go_through_its_weights_ends_all(rank: int, number: int) -> None:
-    """Nobody waits in a collective for it: it is named to the others before one is entered."""
-    spread = Spread(2)
-    outcomes, taking = failing(lambda r: broken_at(spread.pieces(), number if r == rank else 99))
-    assert f"rank {rank}" in str(raised(outcomes[1 - rank]))
-    assert all("the exporter broke" in str(outcome) for outcome in outcomes)
-    assert not taking.weights
-    assert rank == 0 or not spread.gathered
-
-
 @pytest.mark.parametrize(
-    "other",
+    ("wrong", "weights", "words"),
     [
-        lambda spread: spread.pieces()[::-1],
-        lambda spread: spread.pieces()[:-1],
-        lambda spread: spread.pieces(lambda name: f"model.{name}"),
-        lambda spread: [*spread.pieces(), ("more", torch.ones(1))],
+        *((rank, lambda spread, n=n: broken_at(spread.pieces(), n), "exporter broke") for rank, n in BROKEN),
+        (1, lambda spread: spread.pieces()[::-1], SAME_NAMES),
+        (1, lambda spread: spread.pieces()[:-1], SAME_NAMES),
+        (1, lambda spread: spread.pieces(lambda name: f"model.{name}"), SAME_NAMES),
+        (1, lambda spread: [*spread.pieces(), ("more", torch.ones(1))], SAME_NAMES),
+        (1, lambda spread: {"w": 1.0}, "w is a float, not a tensor of torch"),
+        (0, lambda spread: {"w": 1.0}, "w is a float, not a tensor of torch"),
     ],
 )
-def test_ranks_that_would_gather_different_tensors_are_told(other: Callable[[Spread], Any]) -> None:
-    """Another order, another count, other names: found by a comparison, and not by a collective that hangs."""
-    spread = Spread(2)
-    outcomes, taking = failing(lambda rank: other(spread) if rank else spread.pieces())
-    assert "every rank must give the same names, shapes and dtypes" in str(outcomes[1])
-    assert "rank 1" in str(raised(outcomes[0]))
+def test_a_rank_with_wrong_weights_ends_all(wrong: int, weights: Callable[[Spread], Any], words: str) -> None:
+    """An iterable that breaks off, other tensors than those of rank 0, no tensors: the rank is named to the others
+    before one of them enters a collective, which would hang."""
+    spread, taking = Spread(2), Taking()
+
+    def program(rollouts: RankScheduler, rank: int) -> Any:
+        rollouts.next_batch()
+        rollouts.weight_update(weights=weights(spread) if rank == wrong else spread.pieces())
+
+    outcomes = run_ranks(program, engines=lambda rank: None if rank else [taking])
+    assert words in str(outcomes[wrong])
+    assert f"rank {wrong}" in str(raised(outcomes[1 - wrong]))
+    assert words in str(outcomes[1 - wrong])
     assert not taking.weights
     assert not spread.gathered
 
 
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_what_is_no_weights_on_one_rank_is_refused_for_all(wrong: int) -> None:
-    """Before anything is paused."""
-    spread = Spread(2)
-    outcomes, taking = failing(lambda rank: {"w": 1.0} if rank == wrong else spread.pieces())
-    assert "w is a float, not a tensor of torch" in str(outcomes[wrong])
-    assert "w is a float" in str(raised(outcomes[1 - wrong]))
-    assert not taking.weights
-
-
 def test_an_engine_that_fails_fails_the_update_of_all_ranks() -> None:
     """With its name and the tensor; whatever the others have drawn, no rank is left in a step."""
-    spread, taking = Spread(2), Taking(fails_at="t0")
-    outcomes, _ = failing(lambda rank: spread.pieces(), taking=taking)
+    spread = Spread(2)
+    outcomes = run_ranks(update_with(spread.pieces), engines=lambda rank: None if rank else [Taking(fails_at="t0")])
     for outcome in outcomes:
         assert isinstance(outcome, EngineError)
         assert "engine e failed to receive tensors t0 to t4: its memory is full" in str(outcome)
 
 
-def test_all_ranks_give_weights_or_none() -> None:
-    """Another call on another rank is told as such."""
-    spread = Spread(2)
-    outcomes, _ = failing(lambda rank: None if rank else spread.pieces())
-    for outcome in outcomes:
-        assert "weights=given" in str(raised(outcome))
-
-
 def test_one_rank_is_a_rank_like_any_other() -> None:
     """A trainer that was started alone sends what it has."""
     spread, taking = Spread(1), Taking()
-
-    def program(rollouts: RankScheduler, rank: int) -> Any:
-        rollouts.next_batch()
-        return rollouts.weight_update(weights=dict(spread.pieces()))
-
-    assert run_ranks(program, 1, engines=lambda rank: [taking]) == [PolicyVersion(0, 1)]
-    assert len(taking.weights) == 1
+    run_ranks(update_with(lambda: dict(spread.pieces())), 1, engines=lambda rank: [taking])
+    assert spread.is_in(taking)
 
 
 def test_engines_of_other_ranks_that_do_not_read_the_trainers_model_are_sent_the_weights() -> None:
     """As the engines of rank 0 are."""
     taking = [Taking(), Taking()]
-
-    def program(rollouts: RankScheduler, rank: int) -> Any:
-        rollouts.next_batch()
-        return rollouts.weight_update(weights={"w": torch.full((3,), 7.0)})
-
-    assert run_ranks(program, 2, engines=lambda rank: [taking[rank]]) == [PolicyVersion(0, 1)] * 2
+    run_ranks(update_with(lambda: {"w": torch.full((3,), 7.0)}), engines=lambda rank: [taking[rank]])
     assert [[found["w"].tolist() for found in one.weights] for one in taking] == [[[7.0] * 3]] * 2
 
 
@@ -241,5 +186,4 @@ def test_a_state_is_loaded_with_weights_of_all_ranks() -> None:
     assert run_ranks(before, 2, engines=lambda rank: None if rank else [Taking()]) == [None, None]
     taking = Taking()
     assert run_ranks(after, 2, engines=lambda rank: None if rank else [taking]) == [PolicyVersion(1, 1)] * 2
-    (found,) = taking.weights
-    assert all(torch.equal(found[name], spread.whole[name]) for name in spread.whole)
+    assert spread.is_in(taking)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_threads import PATIENCE_S
+from rank_threads import PATIENCE_S, begun
 from ray_stand_in import Actor, StandIn
 
 import april
@@ -292,25 +292,27 @@ def test_a_rollout_function_in_an_actor_says_the_same(ray: StandIn, function: An
     assert len(rows(made)) == 8
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_no_sample_is_lost_with_an_actor(ray: StandIn, times: int) -> None:
-    """Rollout functions begin again where they were, with every token that they had, in training and evaluation."""
+def with_dying_actors(ray: StandIn, run: Callable[[Any], Any], times: int = 1) -> tuple[Any, Any]:
+    """What a run of four ``turns`` returns here, and in an actor that dies when each is between its turns."""
     GO_ON.set()
-    whole = rows(batches(rollout=turns))
+    whole = run(turns)
     GO_ON.clear()
     while STARTED.acquire(blocking=False):
         pass
-    outcome: list[Any] = []
-    runs = threading.Thread(target=lambda: outcome.extend(batches(rollout=april.ray.remote(turns))))
-    runs.start()
+    there = begun(lambda: run(april.ray.remote(turns)))
     for _ in range(times):
         for _ in range(4):
             STARTED.acquire()
         ray.actors[-1].die()
     GO_ON.set()
-    runs.join()
-    assert rows(outcome) == whole
-    (batch,) = outcome
+    return whole, there.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_no_sample_is_lost_with_an_actor(ray: StandIn, times: int) -> None:
+    """Rollout functions begin again where they were, with every token that they had, in training and evaluation."""
+    whole, (batch,) = with_dying_actors(ray, lambda function: batches(rollout=function), times)
+    assert rows([batch]) == rows(whole)
     assert batch.metrics["lost_functions"] == 4 * times
     assert batch.metrics["failed_samples"] == 0
     for s in batch.samples:  # where each token comes from
@@ -325,20 +327,8 @@ def test_an_evaluation_lives_through_the_end_of_an_actor(ray: StandIn) -> None:
         with april.RolloutScheduler(CONFIG, prompts=[[1]], engines=[engine()], rollout=function, reward=length) as run:
             return run.evaluate([[5, 6], [7, 8]], n_samples=2)
 
-    GO_ON.set()
-    whole = evaluated(turns)
-    GO_ON.clear()
-    while STARTED.acquire(blocking=False):
-        pass
-    outcome: list[Any] = []
-    runs = threading.Thread(target=lambda: outcome.append(evaluated(april.ray.remote(turns))))
-    runs.start()
-    for _ in range(4):
-        STARTED.acquire()
-    ray.actors[-1].die()
-    GO_ON.set()
-    runs.join()
-    for row, other in zip(outcome[0].responses, whole.responses, strict=True):
+    whole, outcome = with_dying_actors(ray, evaluated)
+    for row, other in zip(outcome.responses, whole.responses, strict=True):
         assert [r.tokens.tolist() for r in row] == [r.tokens.tolist() for r in other]
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rank_threads import CONFIG, PATIENCE_S, beside, cut, cut_server, engine
+from rank_threads import CONFIG, PATIENCE_S, begun, beside, cut, cut_server, engine, until
 
 import april
 from april.driver.loop_thread import LoopThread
@@ -28,13 +29,6 @@ from april.processes.ray_run import CLOSE_S, ActorScheduler, Run, SchedulerActor
 
 class Gone(Exception):
     """As Ray's RayActorError."""
-
-
-class FakeActor:
-    """Its answer to ``close`` is known; None: it never comes."""
-
-    def __init__(self, answer: Any) -> None:
-        self.close = SimpleNamespace(remote=lambda: answer)
 
 
 class FakeRay:
@@ -75,24 +69,20 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
         ("closed", []),
         ("gone", ["run r: its actor was gone already (Gone)"]),
         (None, ["run r: its actor did not close in 30 s and is killed"]),
+        ("interrupt", []),
     ],
 )
 def test_the_end_of_a_run(ray: FakeRay, caplog: pytest.LogCaptureFixture, answer: str | None, said: list[str]) -> None:
-    """An actor that is gone, or that Ray has never placed, does not hold it up; said in a warning."""
-    run = Run("r", core := FakeActor(answer))
-    run.close()
+    """An actor that is gone, or that Ray has never placed, does not hold the end up; a warning says so. No actor stays,
+    not after a second Ctrl-C while it closes either."""
+    core = SimpleNamespace(close=SimpleNamespace(remote=lambda: answer))  # None never comes
+    run = Run("r", core)
+    with pytest.raises(KeyboardInterrupt) if answer == "interrupt" else nullcontext():
+        run.close()
     run.close()
     assert ray.killed == [core]
     assert ray.waited == [CLOSE_S]
-    assert [record.getMessage() for record in caplog.records] == said
-
-
-def test_an_interrupt_in_the_end_leaves_no_actor_behind(ray: FakeRay) -> None:
-    """A second Ctrl-C, while the actor closes."""
-    core = FakeActor("interrupt")
-    with pytest.raises(KeyboardInterrupt):
-        Run("r", core).close()
-    assert ray.killed == [core]
+    assert caplog.messages == said
 
 
 def test_a_core_that_would_begin_anew_is_refused(ray: FakeRay) -> None:
@@ -169,12 +159,6 @@ def world() -> Iterator[World]:
         yield made
 
 
-async def until(there: Callable[[], bool]) -> None:
-    """Wait on a loop of april's until something is so."""
-    while not there():  # noqa: ASYNC110 - nobody tells
-        await asyncio.sleep(0)
-
-
 def nothing() -> None:
     """A transfer that hands over nothing."""
 
@@ -197,10 +181,6 @@ def both(ranks: list[ActorScheduler], call: Callable[[ActorScheduler], Any]) -> 
         if isinstance(outcome, BaseException):
             raise outcome
     return outcomes
-
-
-def next_batch(rank: ActorScheduler) -> april.Batch:
-    return rank.next_batch()
 
 
 def update(rank: ActorScheduler) -> april.PolicyVersion:
@@ -258,21 +238,18 @@ def test_a_rank_that_was_started_anew_goes_on_where_the_others_are(
 ) -> None:
     """It died while the other one waits in its next call, and nothing is trained twice or left out."""
     ranks = world.both()
-    out = [both(ranks, next_batch) for _ in range(batches)]
+    out = [both(ranks, ActorScheduler.next_batch) for _ in range(batches)]
     trained = [share for shares in out for share in shares]
     for _ in range(updates):
         both(ranks, update)
         del out[0]
-    call = update if out else next_batch
+    call = update if out else ActorScheduler.next_batch
     world.kill(ranks[victim])
-    waited: list[Any] = []
-    waits = threading.Thread(target=lambda: waited.append(call(ranks[1 - victim])))
-    waits.start()
+    waits = begun(partial(call, ranks[1 - victim]))
     again = ranks[victim] = world.attach(victim)
     for shares in out:
         assert equal(again.next_batch(), shares[victim])
-    waited.append(call(again))
-    waits.join()
+    waited = [call(again), waits.result(PATIENCE_S)]
     if out:
         assert waited == [(0, 1), (0, 1)]
     else:
@@ -288,19 +265,14 @@ def test_a_rank_that_died_in_the_wait_for_a_batch(world: World) -> None:
     """The batch was delivered while nobody was there: it gets its share when it asks for it."""
     zero, one = world.both()
     GO_ON.clear()
-    shares: list[april.Batch] = []
-    waits = threading.Thread(target=lambda: shares.append(zero.next_batch()))
-    waits.start()
-    asks = threading.Thread(target=lambda: beside(one.next_batch))
-    asks.start()
+    waits, asks = begun(zero.next_batch), begun(one.next_batch)
     server = world.server
     server.thread.run(lambda: until(lambda: 0 in server._calls and server._calls[0].started))
     world.kill(one)
     GO_ON.set()
-    asks.join()
-    waits.join()
+    assert asks.exception(PATIENCE_S)
     again = world.attach(1)
-    shares.append(again.next_batch())
+    shares = [waits.result(PATIENCE_S), again.next_batch()]
     assert [share.id for share in shares] == [0, 0]
     both([zero, again], update)
     assert settled([*shares, *to_the_end([zero, again])]) == EVERYTHING
@@ -309,24 +281,20 @@ def test_a_rank_that_died_in_the_wait_for_a_batch(world: World) -> None:
 def test_a_rank_that_is_lost_in_its_transfer_ends_the_update_for_all(world: World) -> None:
     """The version stays, and the update can be made again when it is back."""
     zero, one = world.both()
-    both([zero, one], next_batch)
+    both([zero, one], ActorScheduler.next_batch)
     inside, on = threading.Event(), threading.Event()
 
     def hangs() -> None:
         inside.set()
         on.wait()
 
-    dies = threading.Thread(target=lambda: beside(lambda: one.weight_update(transfer=hangs)))
-    dies.start()
-    outcome: list[Any] = []
-    waits = threading.Thread(target=lambda: outcome.extend(beside(lambda: zero.weight_update(transfer=nothing))))
-    waits.start()
+    dies, waits = begun(partial(one.weight_update, transfer=hangs)), begun(partial(update, zero))
     inside.wait()
     world.kill(one)
-    waits.join()
+    with pytest.raises(RankError, match="rank 1 was lost in its transfer"):
+        waits.result(PATIENCE_S)
     on.set()
-    dies.join()
-    assert "rank 1 was lost in its transfer" in str(outcome[0])
+    assert dies.exception(PATIENCE_S)
     assert zero.version == (0, 0)
     again = world.attach(1)
     again.next_batch()
@@ -339,7 +307,7 @@ def test_a_rank_that_does_not_come_back_is_named_on_all_others() -> None:
     """Within the deadline; a state can still be taken."""
     with World(rank_timeout_s=0.3, rank_deadline_s=0.6) as world:
         zero, one = world.both()
-        both([zero, one], next_batch)
+        both([zero, one], ActorScheduler.next_batch)
         world.kill(one)
         with pytest.raises(RankError, match=r"(connection to rank 1 is lost|rank 1 did not reach weight_update)"):
             zero.weight_update(transfer=nothing)
@@ -351,7 +319,7 @@ def test_a_rank_that_does_not_come_back_is_named_on_all_others() -> None:
 def test_calls_that_differ_are_named_on_all_ranks(world: World) -> None:
     """And on one that came back: what it calls must be what all have called."""
     zero, one = world.both()
-    both([zero, one], next_batch)
+    both([zero, one], ActorScheduler.next_batch)
     world.kill(one)
     again = world.attach(1)
     with pytest.raises(RankError, match=r"makes another call .* commit\(batch_id=0\) instead of next_batch\(\)"):
@@ -370,7 +338,7 @@ def test_what_rank_0_gives_reaches_the_core() -> None:
         )
         assert [r.rewards.tolist() for r in results] == [[[0.0, 1.0], [0.0, 1.0]]] * 2
         both(ranks, lambda rank: rank.extend([[9, 9], [9, 8]] if rank is ranks[0] else []))
-        both(ranks, next_batch)
+        both(ranks, ActorScheduler.next_batch)
         state = ranks[1].state_dict()
     with World(prompts=4) as world:
         ranks = world.both()
@@ -414,14 +382,10 @@ def test_mistakes(world: World) -> None:
 
 def test_a_core_that_died_is_told_of_on_all_ranks(world: World) -> None:
     """Whoever waits for it, too."""
-    zero = world.attach(0)
-    waits = threading.Thread(target=lambda: outcome.extend(beside(zero.next_batch)))
-    outcome: list[Any] = []
-    waits.start()
+    waits = begun(world.attach(0).next_batch)
     cut_server(world.server)
-    waits.join()
-    assert isinstance(outcome[0], RankError)
-    assert "the connection to the core is lost" in str(outcome[0])
+    with pytest.raises(RankError, match="the connection to the core is lost"):
+        waits.result(PATIENCE_S)
 
 
 @pytest.mark.parametrize("method", ["weight_update", "load_state_dict"])

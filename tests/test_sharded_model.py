@@ -1,26 +1,22 @@
 """The embedded engine on models that a trainer has wrapped for its ranks: DDP, and FSDP2 by gathering the weights.
 
-One process that is the only rank of its group: collectives, hooks and tensors are those of several. The
-last test has two processes.
+One process that is the only rank of its group: collectives, hooks and tensors are those of several, which
+tests/test_rank_processes.py has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from models_that_see import apart_seeing, picture, seeing, tiny_processor, tiny_vision_model, with_images
-from tiny_models import apart, at_call, generated, off, tiny_engine, tiny_model, tiny_request
+from tiny_models import apart, at_call, generated, off, steps_at_call, tiny_engine, tiny_model, tiny_request
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -53,20 +49,6 @@ def _sharded(model: Any, **options: Any) -> Any:
     return model
 
 
-def _step_in_a_tick(model: Any, optimizer: torch.optim.Optimizer) -> list[Exception]:
-    """What an optimizer's step raises that comes while the engine is in the third forward pass of a tick."""
-    errors: list[Exception] = []
-
-    def step() -> None:
-        try:
-            optimizer.step()
-        except WeightsInUse as error:
-            errors.append(error)
-
-    at_call(model.model.layers[0].mlp, 3, step)
-    return errors
-
-
 def _plain(model: Any) -> Any:
     """A whole copy of the weights that a sharded model has now."""
     copy = tiny_model()
@@ -88,7 +70,7 @@ async def test_the_model_inside_of_ddp_is_the_one_that_generates() -> None:
     assert off(wrapped.module, REQUEST, chunk) <= 1e-4
     assert all(module.training for module in wrapped.modules())
 
-    errors = _step_in_a_tick(wrapped.module, optimizer)
+    errors = steps_at_call(wrapped.module.model.layers[0].mlp, 3, optimizer)
     await generated(engine, REQUEST)
     assert "refused" in str(*errors)
     await engine.close()
@@ -215,7 +197,7 @@ async def test_an_optimizer_step_on_the_pieces_is_refused_while_it_generates() -
     model(input_ids=IDS, labels=IDS).loss.backward()
     engine = tiny_engine(model)
     engine.gather()
-    errors = _step_in_a_tick(model, optimizer)
+    errors = steps_at_call(model.model.layers[0].mlp, 3, optimizer)
     chunk = await generated(engine, REQUEST)
     engine.release()
     assert "refused" in str(*errors)
@@ -333,40 +315,19 @@ def test_a_check_that_fails_leaves_the_weights_sharded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("shard", "sentence"),
     [
-        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, "with an offload_policy"),
-        ({"mesh": (1, 1)}, "over a mesh of several dimensions"),
-        ({"layers_only": True}, "without some of them"),
+        (lambda model: _sharded(model, offload_policy=CPUOffloadPolicy(pin_memory=False)), "with an offload_policy"),
+        (
+            lambda model: _sharded(model, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicas", "shards"))),
+            "over a mesh of several dimensions",
+        ),
+        (lambda model: fully_shard(model.model.layers[0], mesh=init_device_mesh("cpu", (1,))), "without some of them"),
     ],
 )
-def test_what_was_not_seen_working_is_refused(options: dict[str, Any], sentence: str) -> None:
+def test_what_was_not_seen_working_is_refused(shard: Callable[[Any], object], sentence: str) -> None:
     """Each by its own sentence, when the engine is made, on each rank alone."""
     model = tiny_model()
-    if options.pop("layers_only", False):
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
-    else:
-        if "mesh" in options:
-            options["mesh"] = init_device_mesh("cpu", options["mesh"], mesh_dim_names=("replicas", "shards"))
-        _sharded(model, **options)
+    shard(model)
     with pytest.raises(ConfigError, match=f"qwen3 are sharded over ranks by fully_shard {sentence}"):
         tiny_engine(model)
-
-
-ROOT = Path(__file__).parents[1]
-
-
-def test_two_ranks_generate_from_sharded_weights() -> None:
-    """Each as many tokens as it likes, none too; log-probabilities equal a recomputation with the whole weights, after
-    optimizer steps on the sharded ones too, and no rank waits for a collective that another does not make."""
-    ran = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "tests/ranks/sharded_generation.py",
-        ],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert float(ran.stdout.split("largest error: ")[1]) <= 1e-4

@@ -16,6 +16,7 @@ from tiny_models import (
     collect,
     joined,
     off,
+    steps_at_call,
     tiny_engine,
     tiny_model,
     tiny_request,
@@ -117,20 +118,11 @@ async def test_an_optimizer_step_while_it_generates_is_refused(fused: bool) -> N
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=fused) for m in (model, other)]
     for trained in (model, other):
         trained(input_ids=torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).loss.backward()
-    errors: list[Exception] = []
-
-    def step() -> None:
-        optimizers[1].step()
-        try:
-            optimizers[0].step()
-        except WeightsInUse as error:
-            errors.append(error)
-
     before = [weight.clone() for weight in model.parameters()]
-    at_call(model, 5, step)
-    (chunk,) = [c async for c in engine.generate(tiny_request(new=100))]
+    errors = steps_at_call(model, 5, *optimizers)
+    (chunk,) = await collect(engine, tiny_request(new=100))
 
-    assert "april refused an optimizer step while transformers generates from the same weights" in str(errors[0])
+    assert "april refused an optimizer step while transformers generates from the same weights" in str(*errors)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert off(model, tiny_request(), chunk) <= 1e-5
     optimizers[0].step()  # nothing is active

@@ -6,31 +6,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from rank_threads import Taking, engine
 
 import april
-from april.testing import FakeEngine
 
 LIMIT_S = 0.05
-
-
-class Taking(FakeEngine):
-    """An engine in this process that takes tensors."""
-
-    def __init__(self) -> None:
-        super().__init__("e", seconds_per_token=1e-4)
-        self._capabilities = replace(self._capabilities, takes_tensors=True, own_weights=True)
-        self.names: list[str] = []
-
-    def reads(self, model: Any) -> bool:
-        return False
-
-    async def take(self, specs: Any, tensors: Any, last: bool) -> None:
-        self.names += [spec.name for spec in specs]
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +24,14 @@ def interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def rollouts(engine: FakeEngine | None = None) -> april.RolloutScheduler:
+def rollouts(taking: Taking | None = None) -> april.RolloutScheduler:
     config = april.Config(
         rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=8, outage_deadline_s=LIMIT_S, warn_after_s=60.0
     )
-    engine = engine or FakeEngine("e", seconds_per_token=1e-4)
     return april.RolloutScheduler(
-        config, engines=[engine], prompts=[[1, i] for i in range(2, 50)], reward=lambda p, r: 1.0, progress=False
-    )
+        config, engines=[taking or engine()], prompts=[[1, i] for i in range(2, 50)], reward=lambda p, r: 1.0,
+        progress=False,
+    )  # fmt: skip
 
 
 def test_it_hangs_in_the_main_thread(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,20 +102,20 @@ class Slow:
 
 def test_sent_weights_have_the_limits_of_their_steps() -> None:
     """However many steps there are, the limit of a transfer function is none of theirs."""
-    engine = Taking()
-    with rollouts(engine) as run:
+    taking = Taking()
+    with rollouts(taking) as run:
         run.next_batch()
         assert run.weight_update(weights=Slow()).n == 1
-        assert engine.names == ["first", "last"]
+        assert [list(weights) for weights in taking.weights] == [["first", "last"]]
 
 
 def test_weights_that_fail_before_the_first_one() -> None:
     """Nothing was written anywhere: the old version stays, and generation goes on."""
-    engine = Taking()
-    with rollouts(engine) as run:
+    taking = Taking()
+    with rollouts(taking) as run:
         run.next_batch()
         with pytest.raises(april.ConfigError, match="there are no tensors"):
             run.weight_update(weights=iter(()))
-        assert not engine.names
+        assert not taking.coming
         assert len(run.next_batch().samples) == 2
         assert run.version.n == 0

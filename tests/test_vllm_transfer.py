@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_servers.vllm import FakeVllmServer
-from server_fixtures import Got, begun, connected, listening, read, request, saved, served
+from server_fixtures import begun, connected, listening, read, request, saved, served
 
 from april.core.versions import PolicyVersion
 from april.engines.weight_transfer import GroupInvitation, Handshake, ReceivesWeights, TensorSpec
@@ -73,9 +73,7 @@ async def test_the_calls(release: int, transfers: str, how: GroupInvitation, ini
         assert server.weights == "w1"
         assert server.label.startswith("v0.1-")
         assert (server.stale_cache, server.stale_encoder) == (False, False)
-        got = Got()
-        await read(engine, request(), got)
-        assert set(got.versions) == {V1}
+        assert set((await read(engine, request())).versions) == {V1}
         server.transfer_calls.clear()
         await send(engine, how)
         assert [route for route, _ in server.transfer_calls] == [INIT, START, UPDATE, FINISH]
@@ -161,13 +159,10 @@ async def test_a_server_that_takes_no_weights_so(options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("route", [INIT, START, UPDATE, FINISH])
 async def test_words_of_failure_are_no_success(route: str) -> None:
     """A 200 of a proxy, or of another server, means nothing."""
-    server = FakeVllmServer(transfers="april_gloo")
-    async with listening(server):
-        engine = await connected("vllm", server)
+    async with served("vllm", transfers="april_gloo") as (server, engine):
         server.says_done[route] = False
         with pytest.raises(EngineError, match=f"{route} answered with status 200, but did not confirm success"):
             await send(engine, meeting("gloo"))
-        await engine.close()
 
 
 def test_april_registers_its_back_end_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,8 @@ CAPABILITIES = Capabilities(
 )
 PHASES = ("ranks", "join", "begin", "receive", "finish")
 SAYS = {
-    "ranks": "to report how many workers it has", "join": (
-        "to connect to the sender"
-    ),
-    "begin": "to prepare for new weights",
-    "receive": "to receive tensor b", "finish": "to put the weights into use",
+    "ranks": "to report how many workers it has", "join": "to connect to the sender",
+    "begin": "to prepare for new weights", "receive": "to receive tensor b", "finish": "to put the weights into use",
 }  # fmt: skip
 WEIGHTS = {"a": torch.arange(4.0), "b": torch.arange(8.0), "c": torch.ones(2, 2)}
 ONE_EACH = 16
@@ -43,7 +40,7 @@ class Receiver:
     name: str
     size: int = 1
     fails: tuple[str, str, int] | None = None
-    address: str = "127.0.0.1"
+    sender_address: str = "127.0.0.1"
     capabilities: Capabilities = CAPABILITIES
     handshake: Handshake = Handshake.TORCH
     asked: list[str] = field(default_factory=list)
@@ -51,10 +48,6 @@ class Receiver:
     got: dict[str, TensorSpec] = field(default_factory=dict)
     group: Group | None = None
     whole = True
-
-    @property
-    def sender_address(self) -> str:
-        return self.address
 
     async def _call(self, phase: str) -> None:
         self.asked.append(phase)
@@ -240,7 +233,7 @@ def test_engines_of_two_handshakes_are_in_groups_of_their_own() -> None:
 
 def test_the_address_is_one_that_other_machines_reach() -> None:
     """Where one engine is elsewhere, the loopback address of another one is of no use."""
-    desk = Desk(Receiver("a"), Receiver("b", address="10.0.0.7"))
+    desk = Desk(Receiver("a"), Receiver("b", sender_address="10.0.0.7"))
     desk.send()
     assert desk.opened[0][2] == "10.0.0.7"
 

@@ -118,7 +118,6 @@ def test_sharded_parameters_are_whole(one_rank: None, tmp_path: Path) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    assert WeightSource(model).sharded
     assert same(sent(model, bucket_bytes=8192), wanted)
     column = torch.arange(12.0).reshape(3, 4)
     assert torch.equal(sent([("w", distribute_tensor(column, mesh, [Shard(1)]))])["w"], column)
@@ -237,6 +236,11 @@ class Quantized(torch.nn.Linear):
     is_quantized = True
 
 
+OF_ZERO_3 = torch.empty(0)
+OF_ZERO_3.ds_id = 0  # type: ignore[attr-defined]
+"""As DeepSpeed leaves each parameter."""
+
+
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
@@ -257,20 +261,13 @@ class Quantized(torch.nn.Linear):
         (PeftModel(1, 1), r"PeftModel is a model with adapters \(PEFT\); save it"),
         (FullyShardedDataParallel(1, 1), "FSDP1 keeps the parameters of a layer in one flat tensor"),
         (Quantized(1, 1), "the parameters of Quantized are quantized"),
+        ({"w": OF_ZERO_3}, "w is sharded over ranks by DeepSpeed ZeRO-3"),
     ],
 )
 def test_what_is_no_weights_is_refused_at_once(weights: Any, words: str) -> None:
     """Before an engine is paused, in one sentence that names the tensor and says what to give."""
     with pytest.raises(ConfigError, match=words):
         WeightSource(weights)
-
-
-def test_parameters_of_zero_3_are_refused() -> None:
-    """DeepSpeed leaves an empty tensor in the place of each, which would be sent as such."""
-    parameter = torch.nn.Parameter(torch.empty(0))
-    parameter.ds_id = 0  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="w is sharded over ranks by DeepSpeed ZeRO-3"):
-        WeightSource({"w": parameter})
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.protocol import Chunk, Float32, Int32, Request
 from april.engines.transformers.engine import TransformersEngine
+from april.errors import WeightsInUse
 
 VOCAB_SIZE = 97
 EOS = 1
@@ -110,6 +111,21 @@ def at_call(module: Any, number: int, what: Callable[[], object]) -> Any:
             what()
 
     return module.register_forward_pre_hook(hook)
+
+
+def steps_at_call(module: Any, number: int, *optimizers: torch.optim.Optimizer) -> list[Exception]:
+    """Have optimizers step when ``module`` is called for the n-th time; the list gets what their steps raise."""
+    errors: list[Exception] = []
+
+    def step() -> None:
+        for optimizer in optimizers:
+            try:
+                optimizer.step()
+            except WeightsInUse as error:
+                errors.append(error)
+
+    at_call(module, number, step)
+    return errors
 
 
 def write_weights(model: Any) -> None:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from april.driver.loop_thread import LoopThread
 from april.driver.user_code import describe
@@ -164,23 +163,17 @@ class RankClient:
         finally:  # an interrupt ends only the wait above; the connection is closed in any case
             self.thread.stop(last=end)
 
-    def exchange(
-        self, call_number: int, call_text: str, steps_done: int, arguments: bytes = b"", step_result: bytes = b""
-    ) -> messages.Step | messages.CallResult:
+    def exchange(self, request: messages.CallRequest) -> messages.Step | messages.CallResult:
         """Take part in a call of all ranks; return the next step that this rank must carry out, or the call's result.
 
-        The arguments are the fields of :class:`april.processes.rank_messages.CallRequest`. If the wait is interrupted,
-        the rank is withdrawn from the call.
+        If the wait is interrupted, the rank is withdrawn from the call.
         """
-        return self.thread.wait_for(
-            lambda: self._exchange(call_number, call_text, steps_done, None, arguments, step_result)
-        )
+        return self.thread.wait_for(lambda: self._exchange(request))
 
-    def report_failure(self, call_number: int, call_text: str, steps_done: int, error: BaseException) -> None:
+    def report_failure(self, request: messages.CallRequest) -> None:
         """Tell all ranks that a step has failed on this rank; an interrupt ends the wait, but not the message."""
-        text = describe(error)
         with suppress(SchedulerClosed):
-            self.thread.submit(lambda: self._exchange(call_number, call_text, steps_done, text)).wait()
+            self.thread.submit(lambda: self._exchange(request)).wait()
 
     def query(self, method: str, *arguments: Any) -> bytes:
         """Return the server's answer to a query; raises the server's error, or RankError if the server is gone."""
@@ -195,17 +188,12 @@ class RankClient:
             raise messages.error_from_message(ended.error)
         return ended.content
 
-    async def _exchange(
-        self, call_number: int, call_text: str, steps_done: int, error: str | None, arguments: bytes = b"",
-        step_result: bytes = b"",
-    ) -> messages.Step | messages.CallResult:  # fmt: skip
-        request = messages.CallRequest(
-            rank=self._ranks.rank, session=self._session_id, request=0, call_number=call_number, call_text=call_text,
-            steps_done=steps_done, error=error, arguments=arguments, step_result=step_result,
-        )  # fmt: skip
+    async def _exchange(self, request: messages.CallRequest) -> messages.Step | messages.CallResult:
+        request.rank, request.session = self._ranks.rank, self._session_id
         if self._server is None:
             return await self._post("/call", request)
-        return await self._server.exchange(msgspec.structs.replace(request, request=next(self._requests)))
+        request.request = next(self._requests)
+        return await self._server.exchange(request)
 
     async def _post(
         self, route: str, request: messages.CallRequest | messages.Query

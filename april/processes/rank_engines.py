@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -38,43 +38,34 @@ class RankEngines:
         self, config: Config, model: Any, engines: Sequence[Engine] | None, processor: Any, *, host: str, key: str
     ) -> None:
         self.engines: list[Engine] = []
-        self._servers: list[EngineServer] = []
-        self._thread = LoopThread("april-engines")
+        self.servers: list[EngineServer] = []
+        self.thread = LoopThread("april-engines")
         try:
             if engines is None:
-                engines = create_engines(config.engine, model, config.seed, self._thread.run, processor)
+                engines = create_engines(config.engine, model, config.seed, self.thread.run, processor)
             self.engines = list(engines)
-            self._thread.run(partial(self._serve, host, key))
+            self.thread.run(partial(self._serve, host, key))
         except BaseException:
             self.close()
             raise
 
     async def _serve(self, host: str, key: str) -> None:
         for engine in self.engines:
-            self._servers.append(await serve(engine, host, key=key, shares_model=shares_trainer_weights(engine)))
-
-    @property
-    def urls(self) -> list[str]:
-        """The addresses of the engines' servers."""
-        return [server.url for server in self._servers]
-
-    def run(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Run a coroutine on the engines' loop and return its result."""
-        return self._thread.run(work)
+            self.servers.append(await serve(engine, host, key=key, shares_model=shares_trainer_weights(engine)))
 
     def close(self, release_timeout_s: float = 0.0) -> None:
         """Close the engines once the scheduler has released them, or after ``release_timeout_s``; idempotent."""
         try:
-            self._thread.end_with(partial(self._end, release_timeout_s))
+            self.thread.end_with(partial(self._end, release_timeout_s))
         finally:  # an interrupt ends only the wait, not the closing
-            self._thread.stop(last=partial(self._end, 0.0))
+            self.thread.stop(last=partial(self._end, 0.0))
 
     async def _end(self, release_timeout_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(release_timeout_s):
-                while any(server.has_client for server in self._servers):  # noqa: ASYNC110 - there is no event for this
+                while any(server.has_client for server in self.servers):  # noqa: ASYNC110 - there is no event for this
                     await asyncio.sleep(POLL_S)
-        for server in self._servers:
+        for server in self.servers:
             await server.close()
         for engine in self.engines:
             await engine.close()

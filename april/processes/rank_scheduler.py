@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -30,7 +30,7 @@ from april.driver.detokenizer import Detokenizer
 from april.driver.loop_thread import Reply
 from april.driver.rewards import EvaluationResult
 from april.driver.tracebacks import shorten
-from april.driver.user_code import call_user_code, refuse_inside_user_code
+from april.driver.user_code import call_user_code, describe, refuse_inside_user_code
 from april.engines.protocol import Engine, GathersWeights, ShowsWeights
 from april.engines.served.client import connect_april
 from april.engines.weight_transfer import TakesTensors
@@ -39,7 +39,7 @@ from april.images.image_placer import load_processor
 from april.processes import rank_packing as packing
 from april.processes.rank_client import RankClient
 from april.processes.rank_engines import RankEngines, shares_trainer_weights
-from april.processes.rank_messages import Step, error_from_message
+from april.processes.rank_messages import CallRequest, Step, error_from_message
 from april.processes.rank_server import RankServer, RunOnAllRanks
 from april.processes.rank_weights import STEPS, CopyBucket, GatheredWeights, RankWeights
 from april.processes.ranks import Ranks, Rendezvous
@@ -116,6 +116,10 @@ class PendingCall:
             self.outcome.set(None, error)
         finally:
             self._runner = None
+
+    def request(self, **more: Any) -> CallRequest:
+        """Return this rank's next request."""
+        return CallRequest(call_number=self.number, call_text=self.call_text, steps_done=self.steps_done, **more)
 
     def value_or_error(self) -> tuple[Any, BaseException | None]:
         """Return (result, error); one of the two is None."""
@@ -390,7 +394,7 @@ class RankScheduler(BatchIterator):
             raise ConfigError(
                 "the parameters of rank 0's model are sharded over the ranks, so every rank must give its model: model="
             )
-        return b"" if self._rank_engines is None else pack(self._rank_engines.urls)
+        return b"" if self._rank_engines is None else pack([server.url for server in self._rank_engines.servers])
 
     # ---------------------------------------------------------------- calls that all ranks make together
 
@@ -465,7 +469,7 @@ class RankScheduler(BatchIterator):
 
         def copy(bucket: Bucket) -> None:
             for engine in receivers:
-                rank_engines.run(partial(engine.take, bucket.specs, bucket.tensors, bucket.last))
+                rank_engines.thread.run(partial(engine.take, bucket.specs, bucket.tensors, bucket.last))
 
         return copy
 
@@ -531,12 +535,10 @@ class RankScheduler(BatchIterator):
             raise call.step_error
         call.weights = call.weights or method_call.weights
         self._client.raise_group_error()
-        arguments = self._packed_arguments(method_call)
+        arguments = self._packed_arguments(replace(method_call, weights=call.weights))
         try:
             while True:
-                answer = self._client.exchange(
-                    call.number, call.call_text, call.steps_done, arguments, call.step_result
-                )
+                answer = self._client.exchange(call.request(arguments=arguments, step_result=call.step_result))
                 if not isinstance(answer, Step):
                     break
                 try:
@@ -544,7 +546,7 @@ class RankScheduler(BatchIterator):
                 except BaseException as error:
                     if isinstance(error, Exception):
                         call.step_error = error
-                    self._client.report_failure(call.number, call.call_text, call.steps_done, error)
+                    self._client.report_failure(call.request(error=describe(error)))
                     call.finished = call.step_error is None
                     raise
                 call.steps_done += 1

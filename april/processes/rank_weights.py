@@ -35,7 +35,7 @@ class RankWeights:
     def __init__(self, given: Any, *, is_sender: bool, make_copy: Callable[[WeightSource], CopyBucket | None]) -> None:
         self._given, self._is_sender, self._make_copy = given, is_sender, make_copy
         self.source: WeightSource | None = None
-        self._portions: Iterator[UngatheredBucket] | None = None
+        self._portions: Iterator[UngatheredBucket] = iter(())
         self.portion: UngatheredBucket | None = None
         """The next bucket, which was read but not gathered yet."""
         self.bucket: Bucket | None = None
@@ -48,12 +48,10 @@ class RankWeights:
             assert isinstance(found, WeightSource)
             self.source = found
         elif step == BEGIN:
-            self._portions = self._require_source().ungathered_buckets()
+            assert self.source is not None
+            self._portions = self.source.ungathered_buckets()
         elif step == READ:
-            if self._portions is None:
-                raise RolloutError("weight_update was interrupted while it sent weights; call it again")
-            drawn = self._portions
-            self.portion = call_user_code(lambda: next(drawn, None))  # the iterable may be the user's code
+            self.portion = call_user_code(lambda: next(self._portions, None))  # the iterable may be the user's code
         elif step == COMPARE:
             if self.portion is None or self.portion.digest() != content:
                 raise RolloutError(
@@ -64,7 +62,8 @@ class RankWeights:
             self._gather()
 
     def _gather(self) -> None:
-        source, portion = self._require_source(), self.portion
+        source, portion = self.source, self.portion
+        assert source is not None
         assert portion is not None
         self.portion = None
         if self._is_sender:
@@ -76,11 +75,6 @@ class RankWeights:
         else:
             source.gather_for_others(portion)
         portion.items.clear()
-
-    def _require_source(self) -> WeightSource:
-        if self.source is None:
-            raise RolloutError("weight_update was interrupted while it sent weights; call it again")
-        return self.source
 
 
 class GatheredWeights(Weights):

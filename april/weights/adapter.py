@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections import deque
@@ -90,11 +91,9 @@ def adapter_of(model: Any) -> TrainedAdapter:
     settings = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
     if (why := why_unservable(settings, scales=True)) is not None:
         raise ConfigError(f"PEFT adapter {name}: {why}")
-    tensors = {}
-    for key, tensor in model.state_dict(keep_vars=True).items():
-        layer, part, rest = _split(key)
-        if part and (rest == name or rest.startswith(f"{name}.")):
-            tensors[f"{layer}.{part}{rest.removeprefix(name)}"] = tensor
+    own = re.compile(rf"(.*?\.lora_(?:embedding_)?[AB])\.{re.escape(name)}((?:\..*)?)")
+    found = ((own.fullmatch(key), tensor) for key, tensor in model.state_dict(keep_vars=True).items())
+    tensors = {key[1] + key[2]: tensor for key, tensor in found if key is not None}
     if not tensors:
         raise ConfigError(f"PEFT adapter {name} has no tensors")
     mine = {id(tensor) for tensor in tensors.values()}
@@ -105,18 +104,6 @@ def adapter_of(model: Any) -> TrainedAdapter:
             "values; train only the adapter"
         )
     return TrainedAdapter({**settings, "inference_mode": True}, tensors)
-
-
-_PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-
-
-def _split(key: str) -> tuple[str, str, str]:
-    """Split a parameter's name into (layer, part, rest from the adapter's name on); part is "" outside of adapters."""
-    for part in _PARTS:
-        layer, found, rest = key.partition(f".{part}.")
-        if found:
-            return layer, part, rest
-    return key, "", ""
 
 
 def _json_value(value: Any) -> Any:

@@ -190,10 +190,10 @@ class _Round:
         )  # fmt: skip
         group = engine_group.group
         assert group is not None
-        self._call_with_local_work(
+        self._call_all(
             "to connect to the sender",
             lambda name: self._receiver(name).join(replace(invitation, rank_offset=offsets[name])),
-            engine_group.engines, lambda check: group.connect(check),
+            engine_group.engines, group.connect,
         )  # fmt: skip
 
     def _send_bucket(self, bucket: Bucket) -> None:
@@ -213,7 +213,7 @@ class _Round:
                     engine_group.group.broadcast(tensors, specs, check)
 
         self._tensors_sent = True
-        self._call_with_local_work(f"to receive {_tensor_names(specs)}", receive, self._names, broadcast)
+        self._call_all(f"to receive {_tensor_names(specs)}", receive, self._names, broadcast)
 
     # ---------------------------------------------------------------- calls of engines
 
@@ -230,13 +230,8 @@ class _Round:
         return engine
 
     def _call_all(
-        self, phase: str, call: Callable[[str], Coroutine[Any, Any, Any]], names: Sequence[str]
-    ) -> dict[str, Any]:
-        return self._call_with_local_work(phase, call, names, lambda check: None)
-
-    def _call_with_local_work(
         self, phase: str, call: Callable[[str], Coroutine[Any, Any, Any]], names: Sequence[str],
-        local_work: Callable[[Callable[[], None]], None],
+        local_work: Callable[[Callable[[], None]], None] = lambda check: None,
     ) -> dict[str, Any]:  # fmt: skip
         """Make a call to each engine, do ``local_work`` (the sender's part) at the same time, return the answers."""
         sender = self._sender
@@ -285,7 +280,9 @@ class _Round:
         failed = self._call_errors()
         gone = [name for name, error in failed.items() if isinstance(error, EngineUnreachable)]
         self.failed_engines = gone or [name for name in failed if name in first_failed] or list(failed)
-        self._errors = {name: f"engine {name} failed {self._phase}: {_error_text(e)}" for name, e in failed.items()}
+        for name, error in failed.items():
+            said = str(error) if isinstance(error, AprilError) else f"{type(error).__name__}: {error}"
+            self._errors[name] = f"engine {name} failed {self._phase}: {said}"
 
     def _close_groups(self) -> None:
         for engine_group in self._groups:
@@ -343,10 +340,6 @@ def _tensor_names(specs: Sequence[TensorSpec]) -> str:
     if len(specs) == 1:
         return f"tensor {specs[0].name}"
     return f"tensors {specs[0].name} to {specs[-1].name}"
-
-
-def _error_text(error: Exception) -> str:
-    return str(error) if isinstance(error, AprilError) else f"{type(error).__name__}: {error}"
 
 
 def _failure_sentence(left_out: Mapping[str, TransferFailure]) -> str:

@@ -130,11 +130,6 @@ class WeightSource(Weights):
         if self._read_started:
             raise ConfigError(_ALREADY_READ)
 
-    @property
-    def sharded(self) -> bool:
-        """True if a tensor is sharded over ranks; False for an iterable, whose tensors are not known in advance."""
-        return self._items is not None and any(item.sharded for item in self._items)
-
     def ungathered_buckets(self) -> Iterator[UngatheredBucket]:
         """Yield the content of each bucket before it is gathered. Not a collective call.
 

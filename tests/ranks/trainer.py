@@ -129,6 +129,7 @@ class Rank:
             mesh = init_device_mesh("cpu", (ranks,))
             for layer in self.model.model.layers:
                 fully_shard(layer, mesh=mesh)
+            fully_shard(self.model.lm_head, mesh=mesh)  # the last that runs is not the root
             fully_shard(self.model, mesh=mesh)
         else:
             self.model = DistributedDataParallel(self.model)
@@ -174,7 +175,7 @@ class Rank:
                     state = rollouts.state_dict()
                     known = self.known
                     torch.save({"model": model, "optimizer": optimizer, "rollouts": state, "known": known}, o.save)
-            self.kept["reward"] = rollouts.evaluate([[7]] if self.rank == 0 else [], n_samples=2).reward_mean
+            self.kept["reward"] = rollouts.evaluate([[7]] if self.rank == 0 else []).reward_mean
             self.kept["weights"] = self.weights()
 
     def step(self, batch: april.Batch, rollouts: april.RankScheduler) -> None:
