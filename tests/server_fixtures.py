@@ -129,16 +129,23 @@ async def connected(kind: str, server: Any, **config: Any) -> Any:
 
 
 @asynccontextmanager
-async def behind_a_router(*servers: Any, key: str = "", **config: Any) -> AsyncIterator[tuple[Any, Any]]:
-    """SGLang servers, a router before them that chooses by the header ``key``, and the engine before the router."""
+async def behind_a_router(
+    *servers: Any, key: str = "", late: int = 0, **config: Any
+) -> AsyncIterator[tuple[Any, Any]]:
+    """SGLang servers, a router before them (``key`` and ``late`` are its own), and the engine before the router."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(listening(server)) for server in servers]
-        router = FakeSglangRouter(urls)
-        router.key = key
-        await stack.enter_async_context(listening(router))
-        (engine,) = await open_servers(settings("sglang", *urls, router=router.url, **config))
+        router = await stack.enter_async_context(FakeSglangRouter(urls, key=key, late=late))
+        engine = await routed(router, *servers, **config)
         stack.push_async_callback(engine.close)
         yield router, engine
+        assert not [v for server in servers for v in server.violations]
+
+
+async def routed(router: Any, *servers: Any, **config: Any) -> Any:
+    """The engine of SGLang servers behind a router that runs."""
+    (engine,) = await open_servers(settings("sglang", *servers, router=router.url, **config))
+    return engine
 
 
 async def beside(kind: str, server: Any) -> Any:

@@ -566,15 +566,13 @@ class FakeSglangRouter(RecordingProxy):
     Args:
         workers: addresses of fake servers.
         late: how many times ``/workers`` is answered with none, as a router does that has just started.
+        key: header by whose value the worker is chosen; requests without it take turns.
     """
 
-    def __init__(self, workers: Sequence[str], *, late: int = 0) -> None:
+    def __init__(self, workers: Sequence[str], *, late: int = 0, key: str = "") -> None:
         super().__init__(workers[0])
-        self.workers = list(workers)
-        self.late = late
+        self.workers, self.late, self.key = list(workers), late, key
         self.ready = True
-        self.key = ""
-        """Header by whose value the worker is chosen; requests without it take turns."""
         self._turn = count()
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
