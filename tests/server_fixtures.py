@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from april.engines.http.server_probe import ServerFacts
 from april.engines.kinds.factory import open_servers
 from april.engines.kinds.identify import probe
 from april.engines.protocol import EngineFinish, Request
+from april.engines.weight_transfer import GroupInvitation, TensorSpec
 
 PROMPT = [11, 12, 13]
 PATIENCE_S = 60.0
@@ -202,6 +203,36 @@ async def update(engine: Any, version: PolicyVersion, path: str | None = None) -
         await engine.update_weights(version, path)
     finally:
         await engine.resume()
+
+
+BUCKETS = (TensorSpec("embed.weight", "bfloat16", (8, 4)),), (TensorSpec("head.weight", "float32", (4,)),)
+"""What a transfer of weights brings."""
+
+
+def invitation(**changes: Any) -> GroupInvitation:
+    """To a group of the sender and one worker."""
+    made = GroupInvitation(
+        address="127.0.0.1", port=4711, world_size=2, rank_offset=1, group="april-g1", backend="gloo", timeout_s=60.0,
+        bucket_bytes=1 << 20,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+async def sent(engine: Any, at: GroupInvitation | None = None) -> None:
+    """All phases of a transfer to an engine that is paused."""
+    await engine.join(at or invitation())
+    await engine.begin()
+    for bucket in BUCKETS:
+        await engine.receive(bucket, bucket is BUCKETS[-1])
+    await engine.finish()
+
+
+async def transferred(engine: Any, version: PolicyVersion) -> None:
+    """A whole update by a transfer."""
+    await engine.pause()
+    await sent(engine)
+    await engine.update_weights(version)
+    await engine.resume()
 
 
 def saved(directory: Path, name: str) -> str:

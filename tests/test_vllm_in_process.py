@@ -19,7 +19,7 @@ from fake_servers.images import PLACEHOLDER, TOKENS_EACH, FakeImages, features, 
 from msgspec import structs
 from PIL import Image
 from real_schedulers import assert_nothing_is_left, endless
-from server_fixtures import Got, ServerThread, read, request, update
+from server_fixtures import Got, ServerThread, read, request, sent, transferred, update
 
 import april
 from april.core.attachments import Attachment, Placed
@@ -28,7 +28,7 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.rewards import Response
 from april.engines.protocol import EngineFinish, Request
 from april.engines.vllm.in_process import VllmInProcessEngine
-from april.engines.weight_transfer import GroupInvitation, Handshake, ReceivesWeights, TensorSpec
+from april.engines.weight_transfer import Handshake, ReceivesWeights
 from april.errors import AttachmentError, ConfigError, EngineBusy, EngineError, RequestRefused, WireError
 
 PROMPT = [12, 20, 30]
@@ -229,19 +229,6 @@ async def test_a_reload_counts_when_every_worker_has_returned_nothing(results: A
 
 
 V1, V2 = PolicyVersion(0, 1), PolicyVersion(0, 2)
-NEW = (TensorSpec("new", "bfloat16", (2, 3)),)
-AT = GroupInvitation(
-    address="127.0.0.1", port=4711, world_size=7, rank_offset=1, group="g", backend="gloo", timeout_s=30.0,
-    bucket_bytes=1 << 20,
-)  # fmt: skip
-
-
-async def transferred(engine: VllmInProcessEngine, version: PolicyVersion) -> None:
-    await engine.join(AT)
-    await engine.begin()
-    await engine.receive(NEW, True)
-    await engine.finish()
-    await engine.update_weights(version)
 
 
 @both_loops
@@ -251,19 +238,17 @@ async def test_weights_that_the_trainer_sends(own_loop: bool) -> None:
         assert isinstance(w.engine, ReceivesWeights)
         assert (w.engine.capabilities.collective, w.engine.handshake) == (("gloo",), Handshake.TORCH)
         assert await w.engine.ranks() == 6
-        await w.engine.pause()
         await transferred(w.engine, V1)
-        await w.engine.resume()
         calls = dict(w.llm.transfers)
         assert calls["init_weight_transfer_engine"]["init_info"] == {
-            "master_address": "127.0.0.1", "master_port": 4711, "rank_offset": 1, "world_size": 7, "group": "g",
-            "timeout_s": 30.0,
+            "master_address": "127.0.0.1", "master_port": 4711, "rank_offset": 1, "world_size": 2, "group": "april-g1",
+            "timeout_s": 60.0,
         }  # fmt: skip
         assert calls["update_weights"]["update_info"] == {
-            "names": ["new"], "dtype_names": ["bfloat16"], "shapes": [(2, 3)]
+            "names": ["head.weight"], "dtype_names": ["float32"], "shapes": [(4,)]
         }  # fmt: skip
         answer = await w.ask()
-        assert (answer.tokens, set(answer.versions)) == (w.whole(PROMPT, weights="new"), {V1})
+        assert (answer.tokens, set(answer.versions)) == (w.whole(PROMPT, weights="head.weight"), {V1})
 
 
 @pytest.mark.parametrize(
@@ -278,16 +263,14 @@ async def test_a_transfer_that_fails_leaves_no_doubt(call: str, kept: bool) -> N
         w.engine._nothing_to_forget = True
         w.llm.fails = {call}
         with pytest.raises(EngineError, match=f"{call} died"):
-            await transferred(w.engine, V1)
+            await sent(w.engine)
         w.llm.fails = set()
         assert await w.engine.leave() == kept
         await w.engine.resume()
         answer = await w.ask()
         assert (answer.error is None) == kept
         assert not w.llm.session
-        await w.engine.pause()
         await transferred(w.engine, V2)
-        await w.engine.resume()
         assert set((await w.ask()).versions) == {V2}
 
 

@@ -490,6 +490,8 @@ class FakeServer(Generic[R]):
         """One turn of the event loop; whoever has clients on other loops may wait for theirs too."""
         self.first_weights = weights
         """Those of every new process."""
+        self.coming = "w1"
+        """The weights that a transfer brings, once it is whole."""
         self.experts: Experts | None = None
         """It gives the experts of tokens (``--enable-return-routed-experts``)."""
         self.rows_said: Callable[[R, NDArray[np.int32]], Any] = lambda run, rows: rows

@@ -155,8 +155,6 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         """Bodies of the calls by which it has joined groups, by name."""
         self.session = False
         """It is in the middle of a transfer."""
-        self.coming = "w1"
-        """The weights that a group sends; part of them, before the last bucket has come."""
         self.buckets: list[dict[str, Any]] = []
         """Bodies of the calls by which it has taken them."""
         self.kept_caches = 0

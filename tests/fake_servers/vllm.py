@@ -147,12 +147,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         self.transfers, self.world_size = transfers, world_size
         self.transfer_calls: list[tuple[str, Any]] = []
         """(route, body) of what is asked for a transfer, in order."""
-        self.active, self.remembers, self.received = False, False, list[str]()
-        """A transfer is under way; layers have a part of one; the names of the tensors that have come."""
-        self.sent_weights = "sent"
-        """The weights that a transfer brings, when it is finished."""
-        self.says_done: dict[str, bool] = {}
-        """By route: whether its success is said."""
+        self.joined, self.active, self.remembers, self.received = False, False, False, list[str]()
+        """It is in a group; a transfer is under way; layers have a part of one; the names of the tensors that came."""
         self.stale_encoder = False
         """The scheduler believes in features of images that the worker has thrown away."""
         self.loras = loras
@@ -454,13 +450,14 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         if self.transfers is None:
             return _error(500, "Weight transfer not configured. Please set weight_transfer_config.")
         step = list(TRANSFER).index(request.path)
+        self.joined = self.joined or step == 0
         if step == 1:
             if self.active:
                 return _error(500, "start_weight_update called while a weight update is already active.")
             self.active = True
         elif step == 2:
-            if not self.active:
-                return _error(500, "start_weight_update must be called before update_weights.")
+            if not self.active or not self.joined:
+                return _error(500, "start_weight_update must be called before update_weights, in a group.")
             if self.remembers and not self.received:
                 self.violations.append("a transfer goes into layers that remember another one")
             self.remembers = True
@@ -471,10 +468,9 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             if not self.active:
                 return _error(500, "finish_weight_update called without a matching start_weight_update.")
             if self.received:
-                self.weights = self.sent_weights
+                self.weights = self.coming
             self.active, self.remembers, self.received = False, False, []
-        done = self.says_done.get(request.path, True)
-        return web.json_response({"message": TRANSFER[request.path] if done else "something else"})
+        return web.json_response({"message": TRANSFER[request.path]})
 
     async def _reset(self, request: web.Request) -> web.Response:
         if self.resets_refused:
@@ -486,6 +482,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
     def _forget(self, weights: str) -> None:
         super()._forget(weights)
         self.stale_encoder = False
+        self.joined, self.active, self.remembers, self.received = False, False, False, []
         if self.loras is not None:
             self.loras.present.clear()
         if self.images is not None:
