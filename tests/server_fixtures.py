@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fake_servers.base import PlannedFault, RequestFault
+from fake_servers.base import PlannedFault, RequestFault, uncut
 from fake_servers.openai import FakeOpenAIServer
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
@@ -20,13 +20,14 @@ from steady_loop import turn_of_all
 
 from april.config.engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
 from april.core.attachments import Extras
+from april.core.batch import DeliveredSample
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import ServerFacts
 from april.engines.kinds.factory import open_servers
 from april.engines.kinds.identify import probe
-from april.engines.protocol import EngineFinish, Request
+from april.engines.protocol import Chunk, EngineFinish, Request
 from april.engines.weight_transfer import GroupInvitation, TensorSpec
 
 PROMPT = [11, 12, 13]
@@ -63,7 +64,7 @@ class Got:
     logprobs: list[float] = field(default_factory=list)
     versions: list[PolicyVersion] = field(default_factory=list)
     finish: EngineFinish | None = None
-    chunks: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
     extras: Extras = field(default_factory=dict)
     cached_tokens: int | None = None
     error: Exception | None = None
@@ -80,7 +81,7 @@ async def read(engine: Any, asked: Request, got: Got | None = None) -> Got:
                 got.logprobs += chunk.logprobs.tolist()
                 got.versions += [chunk.version] * len(chunk.tokens)
                 got.finish = chunk.finish
-                got.chunks += 1
+                got.chunks.append(chunk)
                 assert got.finish is not None or not chunk.extras, "rows before the last chunk"
                 got.extras = chunk.extras
                 got.cached_tokens = chunk.cached_tokens
@@ -181,6 +182,18 @@ def facts_of(server: Any, **config: Any) -> Any:
             return await probed(server, **config)
 
     return asyncio.run(program())
+
+
+def is_of_its_weights(sample: DeliveredSample, weights: str = "w", **options: Any) -> None:
+    """Assert that each segment is what the weights of its version say to what stands before it."""
+    before = list(map(int, sample.prompt.token_ids))
+    for segment in sample.segments:
+        part = slice(segment.start, segment.start + segment.count)
+        made = sample.tokens[part].tolist(), sample.logprobs[part].tolist()
+        wanted = uncut(before, weights=f"{weights}{segment.version.n}", max_tokens=segment.count, **options)
+        assert made == wanted, sample.id
+        before += made[0]
+    assert len(before) == len(sample.prompt.token_ids) + len(sample.tokens)
 
 
 async def until(true: Callable[[], bool]) -> None:

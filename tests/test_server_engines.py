@@ -450,5 +450,5 @@ async def test_sampling_is_explicit_and_eos_is_kept() -> None:
 async def test_a_request_that_is_watched_comes_in_small_pieces() -> None:
     async with served("sglang", mean_length=LONG, incremental=False) as (server, engine):
         got = await read(engine, request(stream=True))
-        assert got.chunks > 4
+        assert len(got.chunks) > 4
         assert server.runs[0].params["stream_interval"] == 2
