@@ -111,7 +111,7 @@ class FakeOpenAIServer(FakeVllmServer):
         card: dict[str, Any] = {"id": self.model, "object": "model", "owned_by": self.owner}
         if self.says_context:
             card["max_model_len"] = self.context
-        adapters = [card | {"id": a, "parent": self.model} for a in self.adapters]
+        adapters = [card | {"id": a, "parent": self.model} for a in self.loaded]
         return web.json_response({"object": "list", "data": [card, *adapters]})
 
     def _refusal(self, body: dict[str, Any], token_route: bool) -> web.Response | None:

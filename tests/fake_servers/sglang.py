@@ -20,9 +20,8 @@ from aiohttp import web
 
 from tests.real_engines.recording_proxy import RecordingProxy
 
-from .adapters import FakeAdapters
-from .base import AT_ONCE, FakeRequest, FakeServer, RequestFault, event_stream
-from .images import PLACEHOLDER, FakeImages, salt_of
+from .base import AT_ONCE, FakeRequest, FakeServer, RequestFault, at_once, event_stream
+from .images import PLACEHOLDER, salt_of
 
 FORCED_INTERVAL = 50
 """Tokens after which the scheduler hands over what a plain request has."""
@@ -114,8 +113,6 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         labels: it knows ``/update_weight_version``.
         logprobs: "temperature", or "raw" (SGLANG_RETURN_ORIGINAL_LOGPROB).
         transfers: it takes weights in a session of begin and end (0.5.23 and later).
-        loras: adapters that may be loaded and unloaded (``--enable-lora``).
-        images: its model takes them; None: it is a text model.
         names_images: a request can name them (``mm_hashes``).
         common: of :class:`FakeServer`; an update takes the last part of its path for the name of the weights.
     """
@@ -124,13 +121,11 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
 
     def __init__(
         self, *, incremental: bool = True, spans: bool = True, labels: bool = True,
-        logprobs: str = "temperature", transfers: bool = True, loras: FakeAdapters | None = None,
-        images: FakeImages | None = None, names_images: bool = True, **common: Any,
+        logprobs: str = "temperature", transfers: bool = True, names_images: bool = True, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
-        self.images, self.names_images = images, names_images
         self.incremental, self.spans, self.labels = incremental, spans, labels
-        self.logprobs = logprobs
+        self.logprobs, self.names_images = logprobs, names_images
         self.aborts: list[dict[str, Any]] = []
         """Bodies of the calls of ``/abort_request``."""
         self.updates: list[dict[str, Any]] = []
@@ -143,9 +138,6 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         """Tokens of its key-value memory, and of one page of it."""
         self.speculation: str | None = None
         """Its ``speculative_algorithm``."""
-        self.loras = loras
-        self.adapters: list[str] = []
-        """Names of the adapters (LoRA) that it has besides its model."""
         self._answering: set[FakeSglangRun] = set()
         """Requests that were let in, until they are answered; a pause that aborts waits for them."""
         self.transfers = transfers
@@ -162,11 +154,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
 
     def _forget(self, weights: str) -> None:
         super()._forget(weights)
-        if self.loras is not None:
-            self.loras.present.clear()
         self.groups, self.session = {}, False
-        if self.images is not None:
-            self.images.forget()
 
     def _routes(self) -> list[web.RouteDef]:
         routes = [
@@ -262,7 +250,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         run.fault = self._plan()
         self._came(run, request.headers)
         if kind := run.hit(*AT_ONCE):
-            return _at_once(kind)
+            return at_once(kind)
         if any(not 0 <= i < self.vocab_size for i in run.prompt):
             self.violations.append(f"{run.name} has an id outside the vocabulary, which kills the server")
             self.die()
@@ -308,10 +296,9 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         if biased:
             keys = f"logit_bias must has keys in [0, {self.vocab_size - 1}], got {biased[0]}."
             return {"error": {"message": keys}}
-        loaded = [*self.adapters, *(() if self.loras is None else self.loras.present)]
-        if body.get("lora_path") not in (None, *loaded):
+        if body.get("lora_path") not in (None, *self.loaded):
             missing = f"Got LoRA adapter that has never been loaded: {body['lora_path']}"
-            return {"error": {"message": f"{missing}\nAll loaded adapters: {loaded}."}}
+            return {"error": {"message": f"{missing}\nAll loaded adapters: {self.loaded}."}}
         if self._named(body.get("rid")) is not None:
             return {"error": {"message": f"Duplicate request ID detected: {body['rid']}"}}
         if body.get("return_routed_experts") and not 0 <= body.get("routed_experts_start_len", 0) <= len(ids):
@@ -470,6 +457,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             return _said_of(False, "no weight-update session is open; call begin_weight_update() first")
         self.session = False
         return _said_of(True, "Success")
+
     async def _load_adapter(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert self.loras is not None
@@ -526,8 +514,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": "fake/model", "owned_by": "sglang", "root": "fake/model", "parent": None}
-        names = [*self.adapters, *(() if self.loras is None else self.loras.present)]
-        adapters = [card | {"id": a, "root": f"adapters/{a}", "parent": "fake/model"} for a in names]
+        adapters = [card | {"id": a, "root": f"adapters/{a}", "parent": "fake/model"} for a in self.loaded]
         return web.json_response({"data": [card | {"max_model_len": self.context}, *adapters]})
 
     async def _openapi(self, request: web.Request) -> web.Response:
@@ -545,17 +532,6 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
 
 def _said_of(success: bool, message: str) -> web.Response:
     return web.json_response({"success": success, "message": message}, status=200 if success else 400)
-
-
-def _at_once(kind: RequestFault) -> web.Response:
-    match kind:
-        case RequestFault.BUSY:
-            said = {"error": {"message": "The request queue is full."}}
-            return web.json_response(said, status=503, headers={"Retry-After": "2"})
-        case RequestFault.REDIRECT:
-            return web.Response(status=307, headers={"Location": "http://127.0.0.1:9/generate"})
-        case _:
-            return web.json_response({"error": {"message": "Internal error"}}, status=500)
 
 
 class FakeSglangRouter(RecordingProxy):
