@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,10 +31,8 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar
 
-from april.config.engines import SglangEngineConfig, VllmEngineConfig
 from april.core.attachments import Attachment, Placed
-from april.engines.kinds.factory import open_servers
-from april.engines.protocol import Engine, Request
+from april.engines.protocol import Request
 from april.testing import conformance
 from april.testing.conformance import CHECKS, Outcome, Shown, Subject, Weights
 from tests.real_engines.commands import sglang_server, vllm_server
@@ -51,7 +50,7 @@ from tests.real_engines.image_models import (
     tokenizer,
 )
 from tests.real_engines.image_trainer import BATCHES, GROUPS, SAMPLES
-from tests.real_engines.servers import NotKept, Server, emptied, free_ports, program, running, until_ready
+from tests.real_engines.servers import NotKept, Server, emptied, opened, program, ready, until_ready
 
 BOUND = 1e-4
 """Nats, float32 on both sides."""
@@ -64,7 +63,6 @@ IMAGES = 40
 KILLED_AFTER, SERVER_KILLED_AFTER = 2, 3
 """Batches before the trainer, and one of the servers, is killed."""
 PATIENCE_S = 900.0
-Kinds = {"vllm": vllm_server, "sglang": sglang_server}
 
 
 def main(
@@ -83,9 +81,8 @@ def main(
 def run(kind: str, where: Path) -> dict[str, Any]:
     make_versions(where)
     make_prompts(where)
-    servers = [server_of(kind, i, where, port) for i, port in enumerate(free_ports(2))]
-    with running(servers):
-        until_ready(servers)
+    servers = [server_of(kind, i, where) for i in range(2)]
+    with ready(*servers):
         began = time.monotonic()
         train(kind, where, servers)
         took = time.monotonic() - began
@@ -93,13 +90,11 @@ def run(kind: str, where: Path) -> dict[str, Any]:
     return check(kind, where) | {"seconds of training": round(took), "promises": promises}
 
 
-def server_of(kind: str, number: int, where: Path, port: int) -> Server:
-    log = where / f"server-{number}.log"
+def server_of(kind: str, number: int, where: Path) -> Server:
+    name, model = f"{kind}-{number}", where / "v0"
     if kind == "vllm":
-        return vllm_server(f"vllm-{number}", where / "v0", port, log, open_routes=True, context=CONTEXT,
-                           in_flight=IN_FLIGHT)  # fmt: skip
-    return sglang_server(f"sglang-{number}", where / "v0", port, log, context=CONTEXT, in_flight=IN_FLIGHT,
-                         room=32768, images=True)  # fmt: skip
+        return vllm_server(name, model, where, open_routes=True, context=CONTEXT, in_flight=IN_FLIGHT)
+    return sglang_server(name, model, where, context=CONTEXT, in_flight=IN_FLIGHT, room=32768, images=True)
 
 
 def make_versions(where: Path) -> None:
@@ -196,12 +191,8 @@ def hold_to_promises(kind: str, where: Path, server: Server) -> dict[str, str]:
 
         return Weights(str(where / f"v{n}"), seen=seen)
 
-    async def opened() -> Engine:
-        (engine,) = await open_servers(config)
-        return engine
-
-    config = VllmEngineConfig(urls=(server.url,)) if kind == "vllm" else SglangEngineConfig(urls=(server.url,))
-    subject = Subject(open=opened, shown=shown, now=weights(BATCHES - 1), other=weights(1))
+    opens = partial(opened, {"kind": kind, "urls": [server.url]})
+    subject = Subject(open=opens, shown=shown, now=weights(BATCHES - 1), other=weights(1))
     checks = [one for one in CHECKS if one.name == "banned_ids" or one.name.startswith("attached")]
     verdicts = asyncio.run(conformance.run(subject, checks)).verdicts
     if amiss := [str(verdict) for verdict in verdicts if verdict.outcome is not Outcome.PASSED]:

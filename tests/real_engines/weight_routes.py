@@ -32,7 +32,7 @@ from tests.real_engines.commands import server_of
 from tests.real_engines.environments import ROOT
 from tests.real_engines.memory import peak_growth
 from tests.real_engines.pretrained import questions, smollm2
-from tests.real_engines.servers import NotKept, Server, free_ports, program, running, until_ready
+from tests.real_engines.servers import NotKept, Server, program, ready
 
 APART = 0.1
 """Fewest nats by which an update moves some log-probability of fixed tokens."""
@@ -172,10 +172,8 @@ def main(
     """Start a server, hand weights over, stop it."""
     with program(april.AprilError), tempfile.TemporaryDirectory() as folder:
         where = model or smollm2()
-        (port,) = free_ports(1)
-        server = server_of(kind, where, port, Path(folder) / "log", context=CONTEXT, in_flight=16)
-        with running([server]):
-            until_ready([server])
+        server = server_of(kind, where, Path(folder), context=CONTEXT, in_flight=16)
+        with ready(server):
             right = not updates or measured(kind, server, where, updates, Path(folder))
             right = sharded(kind, server, where) and right
     sys.exit(0 if right else 1)
