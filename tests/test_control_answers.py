@@ -100,24 +100,6 @@ async def test_a_restart_in_the_middle_of_an_update(
 
 
 @pytest.mark.parametrize("kind", BOTH)
-async def test_a_restart_during_the_transfer(kind: str) -> None:
-    """The trainer has written into a process that is gone: the one that answers now has the weights of its start."""
-    async with served(kind) as (server, engine):
-        await engine.pause()
-        server.weights = "w1"
-        server._restart_at_once()
-        with pytest.raises(EngineError, match="restarted"):
-            await engine.update_weights(SECOND)
-        await engine.resume()
-        assert server.weights == "w0"
-        assert server.label == "default"
-        assert (await read(engine, request())).error is not None
-        server.weights = "w1"
-        await update(engine, SECOND)
-        assert set((await read(engine, request())).versions) == {SECOND}
-
-
-@pytest.mark.parametrize("kind", BOTH)
 async def test_a_trainer_may_name_what_it_hands_over(kind: str) -> None:
     """A label that has moved in the transfer is that of a server which lives; april gives it its own."""
     async with served(kind) as (server, engine):

@@ -348,19 +348,23 @@ async def test_a_server_that_restarts_in_a_transfer(kind: str, phase: str) -> No
         assert (server.weights, set((await read(engine, request())).versions)) == ("w1", {V2})
 
 
+@pytest.mark.parametrize("sender", ["april", "the trainer"])
 @pytest.mark.parametrize("kind", BOTH)
-async def test_a_server_that_restarts_behind_a_transfer(kind: str) -> None:
-    """Between the last call of the transfer and the name of the version."""
+async def test_a_server_that_restarts_behind_a_transfer(kind: str, sender: str) -> None:
+    """The weights have gone into a process that is gone: the one that answers now has those of its start."""
     async with receiving(kind) as (server, engine):
-        await transferred(engine, V1)
         await engine.pause()
-        await sent(engine)
+        if sender == "april":
+            await sent(engine)
+        server.weights = "w1"
         server._restart_at_once()
         with pytest.raises(PartlyUpdated if kind == "sglang" else EngineError, match="restarted"):
-            await engine.update_weights(V2)
+            await engine.update_weights(V1)
         await engine.resume()
-        assert server.label == "default"
+        assert (server.weights, server.label) == ("w0", "default")
         assert (await read(engine, request())).error is not None
+        await transferred(engine, V2)
+        assert (server.weights, set((await read(engine, request())).versions)) == ("w1", {V2})
 
 
 async def test_one_worker_that_cannot_join_ends_the_wait_for_the_other() -> None:

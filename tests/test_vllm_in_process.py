@@ -32,6 +32,7 @@ from april.engines.weight_transfer import Handshake, ReceivesWeights
 from april.errors import AttachmentError, ConfigError, EngineBusy, EngineError, RequestRefused, WireError
 
 PROMPT = [12, 20, 30]
+ABORT, ENDS = EngineFinish.ABORT, {True: EngineFinish.STOP, False: EngineFinish.LENGTH}
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +62,13 @@ class World:
         assert got.error or len(got.chunks) == 1 or more.get("stream") or self.engine.capabilities.streams
         return got
 
+    def uncut(
+        self, prompt: list[int], max_tokens: int = 50, weights: str = "tiny0"
+    ) -> tuple[list[int], list[float]]:
+        return uncut(prompt, weights=weights, max_tokens=max_tokens, mean_length=self.llm.mean_length)
+
     def whole(self, prompt: list[int], max_tokens: int = 50, weights: str = "tiny0") -> list[int]:
-        return uncut(prompt, weights=weights, max_tokens=max_tokens, mean_length=self.llm.mean_length)[0]
+        return self.uncut(prompt, max_tokens, weights)[0]
 
 
 async def made(**llm: Any) -> FakeAsyncLLM:
@@ -89,29 +95,12 @@ both_loops = pytest.mark.parametrize("own_loop", [True, False], ids=["own loop",
 
 @both_loops
 @pytest.mark.parametrize("stream", [False, True])
-async def test_all_tokens_come_once(own_loop: bool, stream: bool) -> None:
-    """What vLLM made comes out, EOS and stop ids with their log-probabilities included, under the present version."""
-    async with world(own_loop) as w:
-        for i in range(20):
-            prompt = [*PROMPT, i + 5]
-            whole = w.whole(prompt)
-            answer = await w.ask(prompt, stream=stream)
-            assert answer.tokens == whole
-            assert answer.logprobs == uncut(prompt, weights="tiny0", max_tokens=50, mean_length=60)[1]
-            assert answer.finish is (EngineFinish.STOP if whole[-1] == EOS else EngineFinish.LENGTH)
-            assert set(answer.versions) == {FIRST_VERSION}
-        third = w.whole(PROMPT)[2]
-        answer = await w.ask(PROMPT, stop_token_ids=(third,))
-        assert (answer.tokens[-1], answer.finish) == (third, EngineFinish.STOP)
-
-
-@both_loops
-@pytest.mark.parametrize("stream", [False, True])
 async def test_eighty_requests_cut_and_continued_equal_the_uncut_ones(own_loop: bool, stream: bool) -> None:
-    """All of them aborted at once, again and again; nothing that vLLM had made is lost."""
+    """All of them aborted at once, again and again: nothing that vLLM had made is lost, EOS and stop ids included."""
     async with world(own_loop, mean_length=200) as w:
         prompts = [[*PROMPT, i + 5] for i in range(80)]
         held: list[list[int]] = [[] for _ in prompts]
+        logprobs: list[list[float]] = [[] for _ in prompts]
         turn = begun = 0
         while open_ones := [i for i, h in enumerate(held) if len(h) < 40 and EOS not in h]:
             await w.there(partial(w.llm.limit, turn % 3 * 4))
@@ -126,9 +115,16 @@ async def test_eighty_requests_cut_and_continued_equal_the_uncut_ones(own_loop: 
                 answer = await task
                 assert answer.error is None
                 held[i] += answer.tokens
+                logprobs[i] += answer.logprobs
+                assert answer.finish is (ABORT if EOS not in held[i] and len(held[i]) < 40 else ENDS[EOS in held[i]])
+                assert set(answer.versions) <= {FIRST_VERSION}
             turn += 1
-        assert held == [w.whole(p, 40) for p in prompts]
+        assert [*zip(held, logprobs, strict=True)] == [w.uncut(p, 40) for p in prompts]
         assert turn > 5
+        await w.there(w.llm.limit)
+        third = w.whole(PROMPT)[2]
+        answer = await w.ask(PROMPT, stop_token_ids=(third,), stream=stream)
+        assert (answer.tokens[-1], answer.finish) == (third, EngineFinish.STOP)
 
 
 @both_loops
