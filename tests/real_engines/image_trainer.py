@@ -19,8 +19,8 @@ import msgspec
 import april
 from april.core.attachments import Attachment
 from april.core.batch import Batch
-from tests.real_engines.image_models import image_processor
 from tests.real_engines.servers import NotKept
+from tests.tiny_vision import tiny_processor
 
 BATCHES, GROUPS, SAMPLES = 6, 6, 6
 RESPONSE_LEN = 160
@@ -67,7 +67,7 @@ def connected(config: april.Config, prompts: Sequence[Any]) -> april.RolloutSche
     for _ in range(PROBES):
         with suppress(april.EngineError):
             return april.RolloutScheduler(
-                config, prompts=prompts, reward=None, processor=image_processor(), progress=False
+                config, prompts=prompts, reward=None, processor=tiny_processor(), progress=False
             )
     raise NotKept(f"the servers could not be asked, {PROBES} times")
 

@@ -39,18 +39,16 @@ from tests.real_engines.commands import sglang_server, vllm_server
 from tests.real_engines.environments import ROOT
 from tests.real_engines.image_models import (
     CONTEXT,
-    IMAGE_PAD,
     PLACEHOLDERS,
     VISION_END,
     VISION_START,
     change,
     image_model,
-    image_processor,
     save_image_model,
-    tokenizer,
 )
 from tests.real_engines.image_trainer import BATCHES, GROUPS, SAMPLES
 from tests.real_engines.servers import NotKept, Server, emptied, opened, program, ready, until_ready
+from tests.tiny_vision import IMAGE_ID, tiny_processor, tiny_tokenizer
 
 BOUND = 1e-4
 """Nats, float32 on both sides."""
@@ -114,7 +112,7 @@ def make_prompts(where: Path) -> None:
         height, width = (168, 224) if i % 2 else (112, 140)
         pixels = rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(where / "images" / f"{i}.png")
-    words, prompts = tokenizer(), []
+    words, prompts = tiny_tokenizer(), []
     for i in range(IMAGES):
         shown = [i] if i % 5 else [i, (i + 7) % IMAGES]
         seen = "and".join("<|vision_start|><|image_pad|><|vision_end|>" for _ in shown)
@@ -176,13 +174,13 @@ def last_lines(where: Path) -> str:
 def hold_to_promises(kind: str, where: Path, server: Server) -> dict[str, str]:
     """The checks of the conformance suite that are about images; raises NotKept unless all are passed."""
     reference = Reference(kind, where)
-    seen_as = [VISION_START, *[IMAGE_PAD] * 48, VISION_END]  # without its marks SGLang takes an image for text
+    seen_as = [VISION_START, *[IMAGE_ID] * 48, VISION_END]  # without its marks SGLang takes an image for text
     ids = [1, *seen_as, 301, 302]
     one, other = (Attachment.of("image", (where / "images" / f"{i}.png").read_bytes()) for i in (1, 3))
     both = [1, *seen_as, *seen_as, 302]
-    shown = [Shown(ids, [Placed(a, 2, 48, (IMAGE_PAD,))]) for a in (one, other)]
+    shown = [Shown(ids, [Placed(a, 2, 48, (IMAGE_ID,))]) for a in (one, other)]
     for first, second in ((one, other), (other, one)):
-        shown.append(Shown(both, [Placed(first, 2, 48, (IMAGE_PAD,)), Placed(second, 52, 48, (IMAGE_PAD,))]))
+        shown.append(Shown(both, [Placed(first, 2, 48, (IMAGE_ID,)), Placed(second, 52, 48, (IMAGE_ID,))]))
 
     def weights(n: int) -> Weights:
         def seen(request: Request, response: list[int]) -> Any:
@@ -208,7 +206,7 @@ class Reference:
 
     def __init__(self, kind: str, where: Path) -> None:
         self._where, self._models = where, {}  # type: Path, dict[int, Any]
-        self._processor: Any = image_processor()
+        self._processor: Any = tiny_processor()
         # SGLang says those after the ban, vLLM those before it
         self._banned = list(PLACEHOLDERS) if kind == "sglang" else []
 
@@ -228,7 +226,7 @@ class Reference:
         ids = torch.tensor([[*prompt, *tokens]])
         return self._models[weights](
             input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=seen["pixel_values"],
-            image_grid_thw=seen["image_grid_thw"], mm_token_type_ids=(ids == IMAGE_PAD).int(),
+            image_grid_thw=seen["image_grid_thw"], mm_token_type_ids=(ids == IMAGE_ID).int(),
         ).logits[0, len(prompt) - 1 : -1].float()  # fmt: skip
 
 

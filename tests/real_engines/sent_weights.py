@@ -74,7 +74,8 @@ class Trainer:
 
     def now_is(self, version: PolicyVersion) -> None:
         """Keep a copy for what is generated under this version."""
-        self.versions = {version: copy.deepcopy(self.model), **dict(list(self.versions.items())[: self.keeps - 1])}
+        others = [(v, model) for v, model in self.versions.items() if v != version]  # another run may have had it, too
+        self.versions = {version: copy.deepcopy(self.model), **dict(others[: self.keeps - 1])}
 
     def check(self, batch: Batch) -> set[str]:
         """Compare every token with its version's model; returns the engines that made them.
