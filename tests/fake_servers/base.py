@@ -874,6 +874,14 @@ async def event_stream(request: web.Request) -> web.StreamResponse:
     return response
 
 
+async def events(request: web.Request, *said: str) -> web.StreamResponse:
+    """A whole answer in events."""
+    response = await event_stream(request)
+    await response.write("".join(f"data: {event}\n\n" for event in said).encode())
+    await response.write_eof()
+    return response
+
+
 async def spaces(request: web.Request, response: web.StreamResponse | None) -> web.StreamResponse:
     """A sign of life of a plain answer, whose JSON comes later."""
     if response is None:

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from tests.real_engines.recording_proxy import RecordingProxy
 
-from .base import AT_ONCE, FakeRequest, FakeServer, RequestFault, at_once, event_stream
+from .base import AT_ONCE, FakeRequest, FakeServer, RequestFault, at_once, events
 from .images import PLACEHOLDER, salt_of
 
 FORCED_INTERVAL = 50
@@ -232,7 +232,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         refused = self._refusal(body)
         if refused is not None:
             if body.get("stream") and "error" in refused and isinstance(refused["error"], dict):
-                return await self._events(request, [json.dumps({"error": refused["error"] | {"code": 400}}), "[DONE]"])
+                return await events(request, json.dumps({"error": refused["error"] | {"code": 400}}), "[DONE]")
             return web.json_response(refused, status=400)
         params = {"min_new_tokens": 0, "temperature": 1.0, "max_new_tokens": 128} | body["sampling_params"]
         if self.logprobs == "raw":
@@ -333,13 +333,6 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         if due and run.hit(RequestFault.TRUNCATED):
             return text[: len(text) // 2].rstrip("}")
         return text
-
-    async def _events(self, request: web.Request, events: list[str]) -> web.StreamResponse:
-        response = await event_stream(request)
-        for event in events:
-            await response.write(f"data: {event}\n\n".encode())
-        await response.write_eof()
-        return response
 
     def _named(self, rid: str | None) -> FakeSglangRun | None:
         return next((run for run in self._live if run.name == rid), None)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from .base import AT_ONCE, Experts, FakeRequest, FakeServer, Parts, RequestFault, at_once, error
+from .base import AT_ONCE, Experts, FakeRequest, FakeServer, Parts, RequestFault, at_once, error, events
 from .images import PLACEHOLDER, Unknown, salt_of
 
 HARMLESS = (RequestFault.ABORT_UNSEEN, RequestFault.UNASKED_ABORT, RequestFault.TRICKLE)
@@ -239,12 +239,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
     async def _paused_answer(self, request: web.Request, run: FakeVllmRun) -> web.StreamResponse:
         """A stream has begun by the time at which the engine behind it refuses."""
         refusal = error(503, "Generation is paused. Please retry after it resumes.")
-        if not run.stream:
-            return refusal
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(request)
-        await stream.write(f"data: {refusal.text}\n\ndata: [DONE]\n\n".encode())
-        return stream
+        return await events(request, str(refusal.text), "[DONE]") if run.stream else refusal
 
     def _refusal(self, body: dict[str, Any], token_route: bool) -> web.Response | None:
         params = body.get("sampling_params") if token_route else body
