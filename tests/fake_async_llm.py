@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from fake_servers.base import Experts, FakeRequest, FakeServer
-from fake_servers.images import FakeImages, salt_of
+from fake_servers.images import salt_of
 
 VOCAB, EOS = 512, 2
 
@@ -61,10 +61,10 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
 
     def __init__(
         self, *, mode: str = "raw_logprobs", policy: str = "fcfs", release: int = 33, transfers: str | None = None,
-        images: FakeImages | None = None, experts: Experts | None = None, **common: Any,
+        experts: Experts | None = None, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**({"weights": "tiny0", "mean_length": 60, "max_running": 1 << 20} | common))
-        self.release, self.alive, self.images = release, True, images
+        self.release, self.alive = release, True
         self.experts = experts
         self.stale_encoder = False
         """The scheduler believes in what the worker has forgotten of images."""
@@ -81,7 +81,7 @@ class FakeAsyncLLM(FakeServer[LlmRun]):
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
                 get_vocab_size=lambda: VOCAB, max_model_len=1000, logprobs_mode=mode,
-                is_multimodal_model=images is not None,
+                is_multimodal_model=self.images is not None,
                 try_get_generation_config=lambda: {"eos_token_id": [EOS, VOCAB]},
             ),
             scheduler_config=SimpleNamespace(max_num_seqs=64, policy=policy),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from april.core.sampling import SamplingParams
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.engines.http.response_reader import ResponseReader
+from april.engines.http.response_stream import GenerateRoute
+from april.engines.http.server_engine import Admission
 from april.engines.http.weight_labels import WeightLabels
 from april.engines.openai.wire import CompletionParser
-from april.engines.protocol import Chunk, Request
+from april.engines.protocol import AbortMeans, Chunk, Request
 from april.engines.sglang.wire import ReplyParser
 from april.engines.vllm.wire import TokenParser
 
@@ -31,6 +36,16 @@ def sglang_reader(
 
 def openai_reader(prompt: list[int] | None = None) -> ResponseReader:
     return ResponseReader(CompletionParser(asked(prompt=prompt)), FIRST_VERSION)
+
+
+def route_of(
+    client: Any, prepare: Callable[..., Any], means: AbortMeans = AbortMeans.BY_ID, **more: Any
+) -> GenerateRoute:
+    """A route of a server whose requests and readers ``prepare`` makes."""
+    return GenerateRoute(
+        client=client, route="/generate", prepare=prepare, abort_means=means, labels=WeightLabels(),
+        **({"admission": Admission(), "marks_end": False} | more),
+    )  # fmt: skip
 
 
 def chunks_of(reader: ResponseReader, *payloads: bytes) -> list[Chunk]:

@@ -7,12 +7,12 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fake_servers.base import PlannedFault, RequestFault
+from fake_servers.base import PlannedFault, RequestFault, uncut
 from fake_servers.openai import FakeOpenAIServer
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
@@ -20,13 +20,15 @@ from steady_loop import turn_of_all
 
 from april.config.engines import OpenAIEngineConfig, ServerEngineConfig, SglangEngineConfig, VllmEngineConfig
 from april.core.attachments import Extras
+from april.core.batch import DeliveredSample
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
 from april.engines.http.http_client import HttpClient
 from april.engines.http.server_probe import ServerFacts
 from april.engines.kinds.factory import open_servers
 from april.engines.kinds.identify import probe
-from april.engines.protocol import EngineFinish, Request
+from april.engines.protocol import Chunk, EngineFinish, Request
+from april.engines.weight_transfer import GroupInvitation, TensorSpec
 
 PROMPT = [11, 12, 13]
 PATIENCE_S = 60.0
@@ -62,7 +64,7 @@ class Got:
     logprobs: list[float] = field(default_factory=list)
     versions: list[PolicyVersion] = field(default_factory=list)
     finish: EngineFinish | None = None
-    chunks: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
     extras: Extras = field(default_factory=dict)
     cached_tokens: int | None = None
     error: Exception | None = None
@@ -79,7 +81,7 @@ async def read(engine: Any, asked: Request, got: Got | None = None) -> Got:
                 got.logprobs += chunk.logprobs.tolist()
                 got.versions += [chunk.version] * len(chunk.tokens)
                 got.finish = chunk.finish
-                got.chunks += 1
+                got.chunks.append(chunk)
                 assert got.finish is not None or not chunk.extras, "rows before the last chunk"
                 got.extras = chunk.extras
                 got.cached_tokens = chunk.cached_tokens
@@ -129,16 +131,23 @@ async def connected(kind: str, server: Any, **config: Any) -> Any:
 
 
 @asynccontextmanager
-async def behind_a_router(*servers: Any, key: str = "", **config: Any) -> AsyncIterator[tuple[Any, Any]]:
-    """SGLang servers, a router before them that chooses by the header ``key``, and the engine before the router."""
+async def behind_a_router(
+    *servers: Any, key: str = "", late: int = 0, **config: Any
+) -> AsyncIterator[tuple[Any, Any]]:
+    """SGLang servers, a router before them (``key`` and ``late`` are its own), and the engine before the router."""
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(listening(server)) for server in servers]
-        router = FakeSglangRouter(urls)
-        router.key = key
-        await stack.enter_async_context(listening(router))
-        (engine,) = await open_servers(settings("sglang", *urls, router=router.url, **config))
+        router = await stack.enter_async_context(FakeSglangRouter(urls, key=key, late=late))
+        engine = await routed(router, *servers, **config)
         stack.push_async_callback(engine.close)
         yield router, engine
+        assert not [v for server in servers for v in server.violations]
+
+
+async def routed(router: Any, *servers: Any, **config: Any) -> Any:
+    """The engine of SGLang servers behind a router that runs."""
+    (engine,) = await open_servers(settings("sglang", *servers, router=router.url, **config))
+    return engine
 
 
 async def beside(kind: str, server: Any) -> Any:
@@ -175,6 +184,18 @@ def facts_of(server: Any, **config: Any) -> Any:
     return asyncio.run(program())
 
 
+def is_of_its_weights(sample: DeliveredSample, weights: str = "w", **options: Any) -> None:
+    """Assert that each segment is what the weights of its version say to what stands before it."""
+    before = list(map(int, sample.prompt.token_ids))
+    for segment in sample.segments:
+        part = slice(segment.start, segment.start + segment.count)
+        made = sample.tokens[part].tolist(), sample.logprobs[part].tolist()
+        wanted = uncut(before, weights=f"{weights}{segment.version.n}", max_tokens=segment.count, **options)
+        assert made == wanted, sample.id
+        before += made[0]
+    assert len(before) == len(sample.prompt.token_ids) + len(sample.tokens)
+
+
 async def until(true: Callable[[], bool]) -> None:
     """Turns of the loop until something is true; the test's own patience bounds it."""
     while not true():  # noqa: ASYNC110 - the server lives on this loop and moves by its turns
@@ -195,6 +216,36 @@ async def update(engine: Any, version: PolicyVersion, path: str | None = None) -
         await engine.update_weights(version, path)
     finally:
         await engine.resume()
+
+
+BUCKETS = (TensorSpec("embed.weight", "bfloat16", (8, 4)),), (TensorSpec("head.weight", "float32", (4,)),)
+"""What a transfer of weights brings."""
+
+
+def invitation(**changes: Any) -> GroupInvitation:
+    """To a group of the sender and one worker."""
+    made = GroupInvitation(
+        address="127.0.0.1", port=4711, world_size=2, rank_offset=1, group="april-g1", backend="gloo", timeout_s=60.0,
+        bucket_bytes=1 << 20,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+async def sent(engine: Any, at: GroupInvitation | None = None) -> None:
+    """All phases of a transfer to an engine that is paused."""
+    await engine.join(at or invitation())
+    await engine.begin()
+    for bucket in BUCKETS:
+        await engine.receive(bucket, bucket is BUCKETS[-1])
+    await engine.finish()
+
+
+async def transferred(engine: Any, version: PolicyVersion) -> None:
+    """A whole update by a transfer."""
+    await engine.pause()
+    await sent(engine)
+    await engine.update_weights(version)
+    await engine.resume()
 
 
 def saved(directory: Path, name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fake_servers.vllm import FakeVllmServer
-from server_fixtures import KINDS, connected, listening, read, request, saved, update
+from server_fixtures import KINDS, connected, listening, read, request, saved, served, update
 from test_server_weights import V1
 
 from april.core.versions import FIRST_VERSION
@@ -100,10 +100,7 @@ async def test_encoders_outputs_in_another_cache_are_refused() -> None:
 )
 async def test_no_seeds_where_the_server_might_die_of_them(options: dict[str, Any], seeds: bool) -> None:
     """A seed is sent only to a server that shows that it survives it."""
-    server = FakeVllmServer(**options)
-    async with listening(server):
-        engine = await connected("vllm", server)
+    async with served("vllm", **options) as (server, engine):
         assert engine.capabilities.honours_seeds is seeds
         assert (await read(engine, request(seed=7))).error is None
         assert ("seed" in server.runs[-1].params) is seeds
-        await engine.close()

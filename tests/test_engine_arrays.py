@@ -11,9 +11,7 @@ import pytest
 
 import april
 from april.core.batch import Batch
-from april.core.versions import PolicyVersion
-from april.driver.wire_checks import copied
-from april.engines.protocol import Chunk, EngineFinish, Request
+from april.engines.protocol import Chunk, Request
 from april.testing import FakeEngine, rollouts, run_virtual
 
 NAME = "routed_experts"
@@ -135,22 +133,6 @@ def test_rows_of_other_widths_fit_together() -> None:
     made = batches(Changed(change))
     assert content(made) == content(batches(Changed(plain)))
     assert all(s.extras[NAME].dtype.isnative for batch in made for s in batch.samples)
-
-
-def test_a_copy_has_the_machines_order_and_what_was_asked_for() -> None:
-    """What is no array stays as it is, for the checks to refuse."""
-    tokens, rows = np.arange(6, dtype=">i4")[::2], np.ones((3, 2), ">u2")
-    rows.flags.writeable = False
-    chunk = Chunk(tokens, None, PolicyVersion(0, 0), EngineFinish.STOP, extras={"a": rows, "b": rows, "c": [1]})  # type: ignore[arg-type]
-    mine = copied(chunk, ("a", "c", "d"))
-    assert mine.tokens.tolist() == [0, 2, 4]
-    assert mine.tokens.dtype == np.int32
-    assert not np.shares_memory(mine.tokens, tokens)
-    assert mine.logprobs is None
-    assert (mine.version, mine.finish) == (chunk.version, chunk.finish)
-    assert set(mine.extras) == {"a", "c"}
-    assert mine.extras["a"].dtype == np.uint16
-    assert mine.extras["a"].flags.writeable
 
 
 def test_an_engine_cannot_write_into_a_prompt() -> None:

@@ -14,12 +14,13 @@ import pytest
 from fake_servers.adapters import FakeAdapters, write_adapter
 from fake_servers.base import SAYS_NOTHING, ControlFault, PlannedControlFault, next_token
 from fake_servers.images import FakeImages
-from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
+from fake_servers.sglang import FakeSglangServer
 from server_fixtures import (
     BOTH,
     KINDS,
     ServerThread,
     begun,
+    behind_a_router,
     connected,
     facts_of,
     listening,
@@ -27,7 +28,6 @@ from server_fixtures import (
     request,
     saved,
     served,
-    settings,
     update,
 )
 
@@ -36,7 +36,6 @@ from april.core.batch import Batch
 from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.driver.command_executor import limits_of
 from april.engines.http import server_probe
-from april.engines.kinds.factory import open_servers
 from april.engines.protocol import FirstWeights
 from april.errors import EngineError
 
@@ -281,19 +280,14 @@ async def test_adapters_leave_the_model_of_the_start(kind: str, tmp_path: Path) 
 async def test_one_server_of_a_router(old: int, tmp_path: Path) -> None:
     """A request may come to any of them, so none comes before all have weights of this run."""
     workers = [FakeSglangServer() for _ in range(2)]
-    urls = [await worker.start() for worker in workers]
     left_by(workers[old], "v0.7-abcdef")
-    router = FakeSglangRouter(urls)
-    await router.start()
-    (engine,) = await open_servers(settings("sglang", *urls, router=router.url))
-    assert limits_of(engine).written
-    assert "of another run" in str((await read(engine, request())).error)
-    await update(engine, SECOND, "/weights/w1")
-    assert (await engine.health()).current
-    for _ in workers:
-        assert set((await read(engine, request())).versions) == {SECOND}
-    for it in (engine, router, *workers):
-        await it.close()
+    async with behind_a_router(*workers) as (_, engine):
+        assert limits_of(engine).written
+        assert "of another run" in str((await read(engine, request())).error)
+        await update(engine, SECOND, "/weights/w1")
+        assert (await engine.health()).current
+        for _ in workers:
+            assert set((await read(engine, request())).versions) == {SECOND}
 
 
 # ---------------------------------------------------------------- servers that are paused

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,25 @@ from fake_servers.base import ControlFault, PlannedControlFault, PlannedFault, R
 from fake_servers.vllm import FakeVllmServer
 from msgspec.structs import replace
 from real_schedulers import reward
-from server_fixtures import PROMPT, ServerThread, facts_of, request, saved, served, settings, until
+from server_fixtures import (
+    PROMPT,
+    Got,
+    ServerThread,
+    facts_of,
+    is_of_its_weights,
+    read,
+    request,
+    saved,
+    served,
+    settings,
+    until,
+)
 
 import april
 from april.core.versions import PolicyVersion
 from april.driver.wire_checks import check_versions
 from april.engines.fit import why_unfit
-from april.engines.protocol import Chunk, EngineFinish, OnWeightUpdate, Request
+from april.engines.protocol import EngineFinish, OnWeightUpdate, Request
 from april.errors import ConfigError, EngineError, WireError
 
 KEEP, RECOMPUTE = OnWeightUpdate.KEEP, OnWeightUpdate.RECOMPUTE
@@ -26,47 +37,51 @@ V0, V1, V2 = (PolicyVersion(0, n) for n in range(3))
 LONG = 10**6
 
 
-def kept(in_flight: OnWeightUpdate = KEEP, **more: Any) -> Request:
+def kept(in_flight: OnWeightUpdate = KEEP) -> Request:
     """A fresh attempt that is to live through updates."""
-    asked = request(stream=in_flight is KEEP, **more)
-    return Request(
-        attempt_id=asked.attempt_id, token_ids=asked.token_ids, sampling=asked.sampling, stream=asked.stream,
-        in_flight=in_flight,
-    )  # fmt: skip
+    return replace(request(stream=in_flight is KEEP), in_flight=in_flight)
 
 
-class Reading:
-    """The chunks of one request, read as they come."""
+def keeping(**options: Any) -> Any:
+    """A server, and the engine before it, whose tokens come by steps."""
+    return served("vllm", stepped=True, mean_length=LONG, **options)
+
+
+class Reading(Got):
+    """What comes of one request, read as it comes."""
 
     def __init__(self, engine: Any, asked: Request) -> None:
-        self.asked = asked
-        self.chunks: list[Chunk] = []
-        self.error: Exception | None = None
-        self.task = asyncio.create_task(self._read(engine))
+        super().__init__()
+        self.engine, self.asked = engine, asked
+        self.task = asyncio.create_task(read(engine, asked, self))
 
-    async def _read(self, engine: Any) -> None:
-        try:
-            async with aclosing(engine.generate(self.asked)) as chunks:
-                async for chunk in chunks:
-                    self.chunks.append(chunk)
-        except EngineError as error:
-            self.error = error
-
-    @property
-    def tokens(self) -> list[int]:
-        return [int(token) for chunk in self.chunks for token in chunk.tokens]
+    async def abort(self) -> None:
+        """End the request."""
+        await self.engine.abort([self.asked.attempt_id])
+        await self.task
 
     def under(self, *, sure: bool) -> list[PolicyVersion]:
         """The version of each token whose version is, or is not, sure."""
         return [chunk.version for chunk in self.chunks if chunk.sure is sure for _ in chunk.tokens]
 
 
-async def begun(server: FakeVllmServer, engine: Any, tokens: int, in_flight: OnWeightUpdate = KEEP) -> Reading:
+async def begun(
+    server: FakeVllmServer, engine: Any, tokens: int, in_flight: OnWeightUpdate = KEEP, **changes: Any
+) -> Reading:
     """A request with so many tokens, of which april has heard if they are streamed."""
-    had, reading = len(server.runs), Reading(engine, kept(in_flight))
+    had, reading = len(server.runs), Reading(engine, replace(kept(in_flight), **changes))
     await until(lambda: len(server.runs) > had)
     server.step(tokens)
     await until(lambda: not reading.asked.stream or len(reading.tokens) == tokens)
+    return reading
+
+
+async def over_an_update(server: FakeVllmServer, engine: Any, path: str) -> Reading:
+    """A request with four tokens of the first weights and three of the next."""
+    reading = await begun(server, engine, 4)
+    await update(engine, KEEP, V1, path)
+    server.step(3)
+    await until(lambda: len(reading.tokens) == 7)
     return reading
 
 
@@ -78,7 +93,7 @@ async def update(engine: Any, in_flight: OnWeightUpdate, version: PolicyVersion,
 
 async def test_a_request_goes_on_under_the_new_weights(tmp_path: Path) -> None:
     """No abort, no reset of the cache; its end says which weights made which token, and a new one has another salt."""
-    async with served("vllm", stepped=True, mean_length=LONG) as (server, engine):
+    async with keeping() as (server, engine):
         reading = await begun(server, engine, 4)
         for number, version in ((1, V1), (2, V2)):
             await update(engine, KEEP, version, saved(tmp_path, f"w{number}"))
@@ -104,46 +119,37 @@ async def test_a_request_goes_on_under_the_new_weights(tmp_path: Path) -> None:
 
 async def test_a_whole_answer_names_the_versions_of_its_tokens(tmp_path: Path) -> None:
     """A request that is not streamed is kept as well; where its weights changed is known at its end."""
-    async with served("vllm", stepped=True, mean_length=LONG) as (server, engine):
-        reading = Reading(engine, replace(kept(), stream=False))
-        await until(lambda: len(server.runs) > 0)
-        server.step(4)
+    async with keeping() as (server, engine):
+        reading = await begun(server, engine, 4, stream=False)
         await update(engine, KEEP, V1, saved(tmp_path, "w1"))
         server.step(3)
-        await engine.abort([reading.asked.attempt_id])
-        await reading.task
+        await reading.abort()
         (last,) = reading.chunks
         assert (len(last.tokens), last.sure, last.versions) == (7, False, [(V0, 4), (V1, 3)])
 
 
 async def test_with_recompute_the_servers_pause_empties_the_cache(tmp_path: Path) -> None:
     """A request need not be streamed, and one without a token begins under the new weights, though its salt is old."""
-    async with served("vllm", stepped=True, mean_length=LONG, max_running=1) as (server, engine):
+    async with keeping(max_running=1) as (server, engine):
         first = await begun(server, engine, 4, RECOMPUTE)
         queued = await begun(server, engine, 0, RECOMPUTE)
         await update(engine, RECOMPUTE, V1, saved(tmp_path, "w1"))
         server.step(2)
-        await engine.abort([first.asked.attempt_id])
-        await first.task
+        await first.abort()
         server.step(2)
-        await engine.abort([queued.asked.attempt_id])
-        await queued.task
+        await queued.abort()
         assert (first.chunks[-1].versions, queued.chunks[-1].versions) == ([(V0, 4), (V1, 2)], [(V1, 2)])
         assert (server.stale_cache, server.stale_encoder) == (False, False)
 
 
 async def test_the_servers_spans_stand_above_the_place_where_april_saw_the_pause(tmp_path: Path) -> None:
     """Tokens that were made before the pause and came after it are named rightly at the end."""
-    async with served("vllm", stepped=True, mean_length=LONG) as (server, engine):
-        reading = await begun(server, engine, 4)
-        await update(engine, KEEP, V1, saved(tmp_path, "w1"))
-        server.step(3)
-        await until(lambda: len(reading.tokens) == 7)
+    async with keeping() as (server, engine):
+        reading = await over_an_update(server, engine, saved(tmp_path, "w1"))
         (run,) = server.runs
         (old, _, _), (new, _, end) = run.spans
         run.spans = [(old, 0, 6), (new, 6, end)]
-        await engine.abort([reading.asked.attempt_id])
-        await reading.task
+        await reading.abort()
         assert reading.under(sure=False) == [V1] * 3
         assert reading.chunks[-1].versions == [(V0, 6), (V1, 1)]
 
@@ -151,24 +157,20 @@ async def test_the_servers_spans_stand_above_the_place_where_april_saw_the_pause
 @pytest.mark.parametrize("label", ["early", "foreign", "unconfirmed"])
 async def test_spans_that_cannot_be_true_are_refused(tmp_path: Path, label: str) -> None:
     """Tokens from before the pause are of the old weights; and no name counts that april did not give and confirm."""
-    async with served("vllm", stepped=True, mean_length=LONG) as (server, engine):
-        reading = await begun(server, engine, 4)
-        await update(engine, KEEP, V1, saved(tmp_path, "w1"))
-        server.step(3)
-        await until(lambda: len(reading.tokens) == 7)
+    async with keeping() as (server, engine):
+        reading = await over_an_update(server, engine, saved(tmp_path, "w1"))
         (run,) = server.runs
         (old, _, _), (new, _, end) = run.spans
         name = {"early": new, "foreign": "default", "unconfirmed": new.replace("v0.1", "v0.2")}[label]
         run.spans = [(old, 0, 3), (name, 3, end)] if label == "early" else [(old, 0, 4), (name, 4, end)]
-        await engine.abort([reading.asked.attempt_id])
-        await reading.task
+        await reading.abort()
         assert isinstance(reading.error, WireError)
         assert "tokens of weights" in str(reading.error)
 
 
 async def test_an_update_that_fails_lets_requests_go_on_under_the_old_weights(tmp_path: Path) -> None:
     """The server is resumed, and nothing that follows is a guess, as no weights have changed."""
-    async with served("vllm", stepped=True, mean_length=LONG) as (server, engine):
+    async with keeping() as (server, engine):
         reading = await begun(server, engine, 4)
         await engine.pause_in_flight(KEEP)
         with pytest.raises(EngineError, match="contains no weights"):
@@ -177,19 +179,17 @@ async def test_an_update_that_fails_lets_requests_go_on_under_the_old_weights(tm
         assert (await engine.health()).detail == ""
         await engine.resume()
         server.step(2)
-        await engine.abort([reading.asked.attempt_id])
-        await reading.task
+        await reading.abort()
         assert (reading.under(sure=True), reading.chunks[-1].versions) == ([V0] * 6, None)
         assert server.pause_mode is None
 
 
 async def test_a_request_without_a_token_can_be_ended_while_the_server_is_paused(tmp_path: Path) -> None:
     """It would begin over keys of the old weights under the name of the new ones: the server tells when it does."""
-    async with served("vllm", stepped=True, mean_length=LONG) as (server, engine):
+    async with keeping() as (server, engine):
         reading = await begun(server, engine, 0)
         await engine.pause_in_flight(KEEP)
-        await engine.abort([reading.asked.attempt_id])
-        await reading.task
+        await reading.abort()
         assert (reading.tokens, reading.chunks[-1].finish) == ([], EngineFinish.ABORT)
         await engine.update_weights(V1, saved(tmp_path, "w1"))
         await engine.resume()
@@ -271,11 +271,7 @@ def test_a_scheduler_over_servers_that_keep(tmp_path: Path, in_flight: OnWeightU
                 shares.append(batch.metrics["kept_share"])
                 aborted += batch.metrics["aborted_attempts"]
                 for sample in batch.samples:
-                    before, at = list(map(int, sample.prompt.token_ids)), 0
-                    for part in sample.segments:
-                        tokens = sample.tokens[at : at + part.count].tolist()
-                        assert tokens == uncut(before, weights=f"w{part.version.n}", max_tokens=part.count)[0]
-                        before, at = before + tokens, at + part.count
+                    is_of_its_weights(sample)
                 run.weight_update(path=saved(tmp_path, f"w{step}"))
             assert run.ledger()["tokens"].balanced
     assert max(shares) > 0 if in_flight is KEEP else shares == [0.0] * 8
@@ -285,18 +281,16 @@ def test_a_scheduler_over_servers_that_keep(tmp_path: Path, in_flight: OnWeightU
 
 async def test_a_pause_that_failed_empties_nothing(tmp_path: Path) -> None:
     """Weights that the server gets after an ordinary pause empty its cache, for other clients of it have no salts."""
-    async with served("vllm", stepped=True, mean_length=LONG) as (server, engine):
+    async with keeping() as (server, engine):
         first = await begun(server, engine, 4, RECOMPUTE)
         server.control_faults.append(PlannedControlFault(kind=ControlFault.FAILS, route="/pause"))
         with pytest.raises(EngineError):
             await engine.pause_in_flight(RECOMPUTE)
-        await engine.abort([first.asked.attempt_id])
-        await first.task
+        await first.abort()
         await engine.pause()
         await engine.update_weights(V1, saved(tmp_path, "w1"))
         assert not server.stale_cache
         await engine.resume()
         later = await begun(server, engine, 1, RECOMPUTE)
-        await engine.abort([later.asked.attempt_id])
-        await later.task
+        await later.abort()
         assert (later.under(sure=True), server.violations, server.pause_mode) == ([V1], [], None)

@@ -74,6 +74,7 @@ def test_http(where: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
 
     async def program(url: str) -> str:
         client = HttpClient(url, name="one", api_key=KEY)
+        assert not leaks(repr(client))
         try:
             await ask(client)
         except EngineError as error:
@@ -86,6 +87,7 @@ def test_http(where: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
 
     with raw_server(lambda path: ANSWERS[where]) as server:
         told = asyncio.run(program(server.url))
+        assert f"\r\nAuthorization: Bearer {KEY}\r\n" in server.heads[0]
     assert told or where in ("as the content", "as an encoding")
     assert not leaks(told)
     assert not leaks(caplog.text)

@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from responses import sglang_reader
+from responses import route_of, sglang_reader
 
 from april.core.sampling import SamplingParams
-from april.engines.http.response_stream import EventSplitter, GenerateRoute, ResponseStream
-from april.engines.http.server_engine import Admission
-from april.engines.http.weight_labels import WeightLabels
-from april.engines.protocol import AbortMeans, EngineFinish, Request
+from april.engines.http.response_stream import EventSplitter, ResponseStream
+from april.engines.protocol import EngineFinish, Request
 from april.engines.sglang.wire import rid_of
 from april.errors import EngineError, EngineUnreachable, RequestRefused, WireError
 
@@ -55,11 +53,7 @@ class _Breaks:
 
 async def read(client: Any, *, needs_done: bool) -> tuple[list[int], EngineFinish | None, bool]:
     """Tokens, finish, and whether the break was raised."""
-    endpoint = GenerateRoute(
-        client=client, route="/generate", admission=Admission(), labels=WeightLabels(),
-        prepare=lambda *_: (sglang_reader(REQUEST.attempt_id), b"{}"), abort_means=AbortMeans.BY_ID,
-        marks_end=needs_done,
-    )  # fmt: skip
+    endpoint = route_of(client, lambda *_: (sglang_reader(REQUEST.attempt_id), b"{}"), marks_end=needs_done)
     stream = ResponseStream(endpoint, REQUEST, streamed=True)
     tokens: list[int] = []
     finish = None
@@ -145,12 +139,7 @@ def test_an_event_without_data_is_none(nothing: bytes) -> None:
 
 async def test_a_request_with_text_that_cannot_be_encoded_is_refused() -> None:
     """It is the request's own fault, so that the engine gets the next one."""
-    client: Any = None
-    endpoint = GenerateRoute(
-        client=client, route="/generate", admission=Admission(), labels=WeightLabels(),
-        prepare=lambda request, *_: (sglang_reader(REQUEST.attempt_id), "\ud83d".encode()),
-        abort_means=AbortMeans.BY_ID, marks_end=False,
-    )  # fmt: skip
+    endpoint = route_of(None, lambda *_: (sglang_reader(REQUEST.attempt_id), "\ud83d".encode()))
     stream = ResponseStream(endpoint, REQUEST, streamed=True)
     with pytest.raises(RequestRefused, match="surrogates not allowed"):
         await anext(stream)

@@ -12,8 +12,8 @@ import pytest
 import server_fixtures
 from fake_async_llm import FakeAsyncLLM, install_vllm
 from fake_servers.openai import MODEL, FakeOpenAIServer
-from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
-from server_fixtures import listening, read, request, update
+from fake_servers.sglang import FakeSglangServer
+from server_fixtures import behind_a_router, listening, read, request, update
 
 import april
 from april.core.versions import FIRST_VERSION
@@ -175,20 +175,15 @@ async def test_workers_of_a_router_that_differ_in_their_adapters() -> None:
     workers = [FakeSglangServer(), FakeSglangServer()]
     for worker in workers:
         worker.adapters.append("policy")
-    async with listening(workers[0]) as one, listening(workers[1]) as two:
-        router = FakeSglangRouter([one, two])
-        await router.start()
-        (engine,) = await open_servers(settings("sglang", one, two, router=router.url, model="policy"))
+    async with behind_a_router(*workers, model="policy") as (_, engine):
         assert (await read(engine, request())).error is None
         assert [r.params["lora_path"] for w in workers for r in w.runs if "april-probe" not in r.name] == ["policy"]
         workers[1].adapters.clear()
         health = await engine.health()
         assert (health.ok, health.detail) == (
             False,
-            f"engine.model: {two} has no model 'policy'; it serves: fake/model",
+            f"engine.model: {workers[1].url} has no model 'policy'; it serves: fake/model",
         )
-        await engine.close()
-        await router.close()
 
 
 # ---------------------------------------------------------------- afterwards

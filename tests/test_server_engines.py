@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_servers.base import PlannedFault, RequestFault, uncut
+from fake_servers.base import AT_ONCE, PlannedFault, RequestFault, uncut
 from fake_servers.vllm import HARMLESS
 from server_fixtures import BOTH, KINDS, PROMPT, Got, begun, beside, connected, read, request, served, until
 
@@ -119,14 +119,14 @@ TYPED: dict[RequestFault, type[EngineError]] = {
     RequestFault.BUSY: EngineBusy,
     RequestFault.FAILS: EngineError,
     RequestFault.REDIRECT: EngineError,
+    RequestFault.LIMITED: EngineBusy,
+    RequestFault.REFUSED: RequestRefused,
+    RequestFault.GIANT: EngineError,
 }
 """What servers of both kinds may do, and the error that it is."""
 OF_VLLM: dict[RequestFault, type[EngineError]] = {
     RequestFault.ENGINE_DIES: EngineError,
     RequestFault.NO_DONE: EngineUnreachable,
-    RequestFault.LIMITED: EngineBusy,
-    RequestFault.REFUSED: RequestRefused,
-    RequestFault.GIANT: EngineError,
 }
 OF_SGLANG: dict[RequestFault, type[EngineError]] = {
     RequestFault.TIMED_OUT: EngineBusy,
@@ -187,7 +187,7 @@ async def test_faults_are_typed_and_bring_no_wrong_token(
         if fault is RequestFault.NO_DONE:
             assert got.tokens == ids
         if stream and after == 20 and fault is not RequestFault.GAP_IN_SPANS:
-            assert len(got.tokens) >= 16 or fault in (RequestFault.BUSY, RequestFault.FAILS, RequestFault.REDIRECT)
+            assert len(got.tokens) >= 16 or fault in AT_ONCE
         if kind == "openai":
             assert len(got.tokens) == KEPT[fault] or fault is RequestFault.BREAK_OFF  # which may overtake what was sent
             assert (await read(engine, request())).tokens == ids
@@ -450,5 +450,5 @@ async def test_sampling_is_explicit_and_eos_is_kept() -> None:
 async def test_a_request_that_is_watched_comes_in_small_pieces() -> None:
     async with served("sglang", mean_length=LONG, incremental=False) as (server, engine):
         got = await read(engine, request(stream=True))
-        assert got.chunks > 4
+        assert len(got.chunks) > 4
         assert server.runs[0].params["stream_interval"] == 2

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fake_servers.base import (
     KEEPS_ALIVE,
@@ -22,7 +21,7 @@ from fake_servers.openai import FakeOpenAIServer
 from fake_servers.sglang import FakeSglangServer
 from fake_servers.vllm import FakeVllmServer
 from real_schedulers import assert_nothing_is_left, reward
-from server_fixtures import KINDS, ServerThread, saved, settings
+from server_fixtures import KINDS, ServerThread, is_of_its_weights, saved, settings
 
 import april
 from april.core import engine_table
@@ -45,17 +44,8 @@ def prompts() -> Iterator[list[int]]:
 def check(batch: Batch) -> int:
     """Each segment is what its weights say to what stands before it; returns how many samples were cut."""
     for sample in batch.samples:
-        before = np.asarray(sample.prompt.token_ids).tolist()
-        at = 0
-        for segment in sample.segments:
-            tokens = sample.tokens[at : at + segment.count].tolist()
-            logprobs = sample.logprobs[at : at + segment.count].tolist()
-            expected = uncut(before, weights=f"w{segment.version.n}", max_tokens=segment.count)
-            assert (tokens, logprobs) == expected, sample.id
-            before += tokens
-            at += segment.count
-        assert at == len(sample.tokens)
-        assert sample.tokens[-1] == 2 or at == MAX_LEN
+        is_of_its_weights(sample)
+        assert sample.tokens[-1] == 2 or len(sample.tokens) == MAX_LEN
     return sum(sample.attempts > 1 for sample in batch.samples)
 
 
@@ -129,16 +119,16 @@ def test_steps_over_two_servers(kind: str, options: dict[str, Any], engine: dict
                 assert all(body.get("rid") for body in server.aborts)
 
 
-NOT_HERE = (RequestFault.SERVER_DIES, RequestFault.ABORT_NEVER_ENDS, *KEEPS_ALIVE)
+NOT_HERE = (RequestFault.SERVER_DIES, RequestFault.ABORT_NEVER_ENDS, RequestFault.REFUSED, *KEEPS_ALIVE)
 
 
 @pytest.mark.parametrize(
     ("kind", "fault", "engine"),
     [
         *(("vllm", fault, {"max_token_loss": loss}) for loss in (None, 0) for fault in VLLM_FAULTS
-          if fault not in (*NOT_HERE, RequestFault.REFUSED)),
+          if fault not in NOT_HERE),
         *(("sglang", fault, {}) for fault in SGLANG_FAULTS if fault not in NOT_HERE),
-        *(("openai", fault, {}) for fault in VLLM_FAULTS if fault not in (*NOT_HERE, RequestFault.REFUSED)),
+        *(("openai", fault, {}) for fault in VLLM_FAULTS if fault not in NOT_HERE),
     ],
     ids=str,
 )  # fmt: skip

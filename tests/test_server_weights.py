@@ -220,25 +220,6 @@ async def test_requests_of_others_live_through_an_update() -> None:
         await other.close()
 
 
-async def test_tokens_of_weights_that_april_did_not_name_are_refused() -> None:
-    """Behind april's back: what came under the known label stays, what follows is never handed over."""
-    async with served("sglang", stepped=True, mean_length=LONG) as (server, engine):
-        got = Got()
-        reading = await begun(server, read(engine, request(), got))
-        server.step(20)
-        await until(lambda: len(got.tokens) > 0)
-        server.weights, server.label = "theirs", "step-7"
-        server.go_on()
-        await reading
-        assert type(got.error) is EngineError
-        assert "'step-7'" in str(got.error)
-        assert got.tokens == uncut(PROMPT, mean_length=LONG)[0][: len(got.tokens)]
-        # the answer's spans say that three tokens more were of the known weights
-        assert len(got.tokens) == 20
-        health = await engine.health()
-        assert (health.ok, health.current) == (True, False)
-
-
 @pytest.mark.parametrize("path", ["/weights/w1", None], ids=["loaded", "transferred"])
 @pytest.mark.parametrize("route", ["/model_info", "/update_weight_version", "/continue_generation"])
 async def test_what_fails_behind_new_weights_leaves_a_half_update(path: str | None, route: str) -> None:

@@ -10,49 +10,25 @@ from typing import Any
 import pytest
 from fake_servers.base import uncut
 from fake_servers.sglang import FakeSglangRouter, FakeSglangServer
-from server_fixtures import PROMPT, behind_a_router, read, request, until
+from server_fixtures import PROMPT, behind_a_router, read, request, routed, until
 
-from april.config.engines import SglangEngineConfig
 from april.core.versions import PolicyVersion
 from april.engines.protocol import EngineFinish
-from april.engines.sglang.engine import SglangEngine, connect_sglang
 from april.errors import ConfigError, EngineError, EngineUnreachable
 
 V1 = PolicyVersion(0, 1)
 
 
 @asynccontextmanager
-async def fleet(late: int = 0, **options: Any) -> AsyncIterator[tuple[list[FakeSglangServer], FakeSglangRouter]]:
-    servers = [FakeSglangServer(**options) for _ in range(2)]
-    router = FakeSglangRouter([await server.start() for server in servers], late=late)
-    await router.start()
-    try:
-        yield servers, router
-        assert not [v for server in servers for v in server.violations]
-    finally:
-        await router.close()
-        for server in servers:
-            await server.close()
-
-
-async def connect(servers: list[FakeSglangServer], router: FakeSglangRouter) -> SglangEngine:
-    config = SglangEngineConfig(urls=tuple(server.url for server in servers), router=router.url)
-    (engine,) = await connect_sglang(config)
-    assert isinstance(engine, SglangEngine)
-    return engine
-
-
-@asynccontextmanager
-async def routed(**options: Any) -> AsyncIterator[tuple[list[FakeSglangServer], FakeSglangRouter, Any]]:
+async def fleet(**options: Any) -> AsyncIterator[tuple[list[FakeSglangServer], FakeSglangRouter, Any]]:
     """Two workers, a router and the engine before them."""
     servers = [FakeSglangServer(**options) for _ in range(2)]
     async with behind_a_router(*servers) as (router, engine):
         yield servers, router, engine
-        assert not [v for server in servers for v in server.violations]
 
 
 async def test_requests_go_through_the_router_and_aborts_to_every_worker() -> None:
-    async with routed(mean_length=10**6) as (servers, _router, engine):
+    async with fleet(mean_length=10**6) as (servers, _router, engine):
         assert engine.capabilities.max_in_flight == 128
         for server in servers:
             server.stepped = True
@@ -76,7 +52,7 @@ async def test_requests_go_through_the_router_and_aborts_to_every_worker() -> No
 
 async def test_half_an_update_is_no_update() -> None:
     """One worker has new weights and the other has died: nothing is generated until an update has reached both."""
-    async with routed() as (servers, _router, engine):
+    async with fleet() as (servers, _router, engine):
         servers[1].die()
         with pytest.raises(EngineUnreachable):
             await engine.update_weights(V1, "/weights/w1")
@@ -95,7 +71,7 @@ async def test_half_an_update_is_no_update() -> None:
 @asynccontextmanager
 async def four_requests() -> AsyncIterator[tuple[Any, Any, list[asyncio.Task[Any]]]]:
     """Two of them wait at each of two workers."""
-    async with routed(mean_length=10**6) as (servers, _router, engine):
+    async with fleet(mean_length=10**6) as (servers, _router, engine):
         for server in servers:
             server.stepped = True
         reading = [asyncio.create_task(read(engine, request([*PROMPT, i]))) for i in range(4)]
@@ -131,7 +107,7 @@ async def test_pausing_needs_no_dead_worker() -> None:
 
 async def test_a_dead_router_is_noticed() -> None:
     """Its workers live, and no request reaches them."""
-    async with routed() as (_servers, router, engine):
+    async with fleet() as (_servers, router, engine):
         router.ready = False
         health = await engine.health()
         assert not health.ok
@@ -146,7 +122,7 @@ async def test_a_dead_router_is_noticed() -> None:
 
 async def test_a_restarted_worker_behind_the_router_is_noticed() -> None:
     """Its answers name weights that april did not give: none of its tokens is taken for the current version's."""
-    async with routed() as (servers, _router, engine):
+    async with fleet() as (servers, _router, engine):
         await engine.update_weights(V1, "/weights/w1")
         await servers[0].restart("w0")
         got = [await read(engine, request()) for _ in range(4)]
@@ -157,24 +133,20 @@ async def test_a_restarted_worker_behind_the_router_is_noticed() -> None:
 
 async def test_workers_of_the_router_are_those_of_the_configuration() -> None:
     """A worker that is not configured would keep old weights, one that is not used says something is wrong."""
-    async with fleet() as (servers, router):
+    async with fleet() as (servers, router, _engine):
         with pytest.raises(ConfigError, match=r"which is missing in engine\.urls"):
-            await connect(servers[:1], router)
+            await routed(router, servers[0])
         router.workers = router.workers[:1]
-        config = SglangEngineConfig(
-            urls=tuple(server.url for server in servers), router=router.url, probe_timeout_s=3.0
-        )
         with pytest.raises(ConfigError, match="does not have"):
-            await connect_sglang(config)
+            await routed(router, *servers, probe_timeout_s=3.0)
         with pytest.raises(ConfigError, match="has no /workers"):
-            await connect_sglang(SglangEngineConfig(urls=(servers[0].url,), router=servers[1].url))
+            await routed(servers[1], servers[0])
 
 
 async def test_a_router_that_has_just_started_is_waited_for() -> None:
-    async with fleet(late=1) as (servers, router):
-        engine = await connect(servers, router)
+    """It has no workers at first."""
+    async with behind_a_router(FakeSglangServer(), FakeSglangServer(), late=1) as (_, engine):
         assert (await read(engine, request())).error is None
-        await engine.close()
 
 
 @pytest.mark.parametrize(
@@ -183,8 +155,7 @@ async def test_a_router_that_has_just_started_is_waited_for() -> None:
 )
 async def test_workers_must_be_alike(name: str, value: Any, words: str) -> None:
     """A worker without a tokenizer, for example, can search neither for stop strings nor by a grammar."""
-    async with fleet(decode=str) as (servers, router):
-        await (await connect(servers, router)).close()
+    async with fleet(decode=str) as (servers, router, _engine):
         setattr(servers[1], name, value)
         with pytest.raises(ConfigError, match=words):
-            await (await connect(servers, router)).close()
+            await routed(router, *servers)

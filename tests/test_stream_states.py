@@ -16,13 +16,12 @@ from typing import Any
 import pytest
 from aiohttp import StreamReader
 from aiohttp.base_protocol import BaseProtocol
-from responses import asked, openai_reader, sglang_reader, vllm_reader
+from responses import asked, openai_reader, route_of, sglang_reader, vllm_reader
 
 from april.engines.http.http_client import HttpClient, ResponseBytes
 from april.engines.http.response_reader import ResponseReader
-from april.engines.http.response_stream import GenerateRoute, ResponseStream, StreamState
+from april.engines.http.response_stream import ResponseStream, StreamState
 from april.engines.http.server_engine import Admission
-from april.engines.http.weight_labels import WeightLabels
 from april.engines.protocol import AbortMeans, EngineFinish
 from april.engines.sglang.wire import rid_of
 from april.errors import EngineError
@@ -190,10 +189,9 @@ async def one_life(kind: str, seed: int) -> str:
     """Everything that happens to one request; returns how it ended."""
     rng = Random(seed)
     world, admission = World(kind, rng), Admission()
-    endpoint = GenerateRoute(
-        client=world, route="/x", admission=admission, labels=WeightLabels(),
-        prepare=lambda *_: (reader_of(kind), b"{}"), abort_means=MEANS[kind], marks_end=world.marked,
-        confirmation=None if kind == "sglang" else world,  # type: ignore[arg-type]
+    endpoint = route_of(
+        world, lambda *_: (reader_of(kind), b"{}"), MEANS[kind], admission=admission, marks_end=world.marked,
+        confirmation=None if kind == "sglang" else world,
     )  # fmt: skip
     stream = ResponseStream(endpoint, asked("a"), streamed=True)
     reading = Reading(world, stream)

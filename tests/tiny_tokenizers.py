@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,21 @@ LINES = [
 KINDS = ("byte level", "metaspace", "sentencepiece")
 
 
+def byte_level(lines: Iterable[str], vocab_size: int, special: Sequence[str]) -> Tokenizer:
+    """One whose tokens are bytes, as that of Qwen and GPT, with these special tokens."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(
+        lines,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=list(special), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )  # fmt: skip
+    return made
+
+
 @cache
 def tokenizer(kind: str) -> Any:
     """One of :data:`KINDS`, or ``text``: a metaspace one without byte tokens, so that whatever a model writes is text.
@@ -26,15 +42,7 @@ def tokenizer(kind: str) -> Any:
     byte tokens.
     """
     if kind == "byte level":
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        made.train_from_iterator(
-            LINES,
-            trainers.BpeTrainer(vocab_size=320, special_tokens=[END], initial_alphabet=alphabet, show_progress=False),
-        )
-        return made
+        return byte_level(LINES, 320, [END])
     if kind == "text":
         made = Tokenizer(models.BPE())
         made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()

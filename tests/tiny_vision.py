@@ -16,8 +16,8 @@ IMAGE_ID, VIDEO_ID = 5, 6
 VOCAB = 512
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for c in m.content %}{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
-    "{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% for c in m.content %}{% if c.type in ('image', 'image_url') %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -25,16 +25,10 @@ TEMPLATE = (
 @cache
 def tiny_tokenizer() -> Any:
     """A byte-level tokenizer with the special tokens of Qwen2.5-VL and a chat template."""
-    tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator((f"a tiny model sees {n} cats, then {n * 7} dogs" for n in range(2000)), trainer)
+    from tests.tiny_tokenizers import byte_level
+
+    bpe = byte_level((f"a tiny model sees {n} cats, then {n * 7} dogs" for n in range(2000)), VOCAB, SPECIAL)
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=SPECIAL[2], pad_token=SPECIAL[0], additional_special_tokens=SPECIAL[1:],
         extra_special_tokens={"image_token": SPECIAL[IMAGE_ID], "video_token": SPECIAL[VIDEO_ID]},

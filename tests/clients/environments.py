@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.real_engines.environments import ROOT, CannotInstall, Recipe
+from tests.real_engines.environments import ROOT, CannotInstall, Recipe, run
 
 SDKS = Recipe("clients-sdks", (("install", "openai==3.57.0", "anthropic==2.14.0"),))
 FRAMEWORKS = Recipe(
@@ -37,10 +37,7 @@ def of_npm(name: str, within: Path = ROOT / ".venv") -> Path:
     shutil.rmtree(where, ignore_errors=True)
     where.mkdir(parents=True)
     (where / "package.json").write_text("{}", "utf-8")
-    command = ["npm", "install", "--no-audit", "--no-fund", "--no-progress", *PACKAGES[name]]
-    done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise CannotInstall(f"`{' '.join(command)}` ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+    run(["npm", "install", "--no-audit", "--no-fund", "--no-progress", *PACKAGES[name]], where)
     stamp.write_text(wanted, "utf-8")
     return where
 

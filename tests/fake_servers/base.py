@@ -22,6 +22,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from numpy.typing import NDArray
 
+from .adapters import FakeAdapters
+from .images import FakeImages
+
 
 class RequestFault(StrEnum):
     """What goes wrong with one request."""
@@ -78,8 +81,6 @@ class RequestFault(StrEnum):
     """The end of a stream comes twice, the second time without tokens."""
     DOUBLED_EVENT = "doubled_event"
     """An event of a stream comes twice; a plain answer has its last token twice."""
-    SILENCE = "silence"
-    """Nothing comes any more; the connection stays."""
     COMMENTS = "comments"
     """From ``after_tokens`` on a stream has comment lines and no token, a plain answer spaces; an abort ends it."""
     PINGS = "pings"
@@ -101,17 +102,15 @@ class RequestFault(StrEnum):
     REFUSED = "refused"
     """Status 400."""
     FAILS = "fails"
-    """Status 500; by vLLM the connection is closed."""
+    """Status 500, and the connection is closed."""
     GIANT = "giant"
     """Status 500 with a body of 16 MiB."""
     REDIRECT = "redirect"
 
 
-_NOT_BY_SGLANG = (RequestFault.ENGINE_DIES, RequestFault.SILENCE, RequestFault.TRICKLE, RequestFault.LIMITED,
-                  RequestFault.REFUSED, RequestFault.GIANT)  # fmt: skip
 _NOT_BY_VLLM = (RequestFault.TIMED_OUT, RequestFault.RETRACTED, RequestFault.OTHER_RID, RequestFault.UNCOUNTED_LAST,
-                RequestFault.SHRINKS, RequestFault.SILENCE, RequestFault.NAN_STOP)  # fmt: skip
-SGLANG_FAULTS = tuple(kind for kind in RequestFault if kind not in _NOT_BY_SGLANG)
+                RequestFault.SHRINKS, RequestFault.NAN_STOP)  # fmt: skip
+SGLANG_FAULTS = tuple(kind for kind in RequestFault if kind is not RequestFault.ENGINE_DIES)
 VLLM_FAULTS = tuple(kind for kind in RequestFault if kind not in _NOT_BY_VLLM)
 """What the fake servers of that kind can do."""
 AT_ONCE = (RequestFault.BUSY, RequestFault.LIMITED, RequestFault.REFUSED, RequestFault.FAILS, RequestFault.GIANT,
@@ -476,13 +475,19 @@ class FakeServer(Generic[R]):
         stepped: nothing is generated but by :meth:`step`; may be changed at any time (call :meth:`go_on` to go on).
         turns: of the event loop per token.
         decode: its tokenizer, with which it looks for stop strings; None: ``--skip-tokenizer-init``.
+        loras: adapters that may be loaded and unloaded (``--enable-lora``).
+        images: its model takes them; None: it is a text model.
     """
 
     def __init__(
         self, *, weights: str = "w0", vocab_size: int = 512, eos: int = 2, context: int = 4096, mean_length: int = 24,
         max_running: int = 64, stepped: bool = False, turns: int = 1,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None, loras: FakeAdapters | None = None,
+        images: FakeImages | None = None,
     ) -> None:  # fmt: skip
+        self.loras, self.images = loras, images
+        self.adapters: list[str] = []
+        """Names of the adapters that it has besides its model, and that nobody loads or unloads."""
         self.weights, self.label = weights, "default"
         self.vocab_size, self.eos, self.context, self.mean_length = vocab_size, eos, context, mean_length
         self.max_running, self.stepped, self.turns, self.decode = max_running, stepped, turns, decode
@@ -490,6 +495,8 @@ class FakeServer(Generic[R]):
         """One turn of the event loop; whoever has clients on other loops may wait for theirs too."""
         self.first_weights = weights
         """Those of every new process."""
+        self.coming = "w1"
+        """The weights that a transfer brings, once it is whole."""
         self.experts: Experts | None = None
         """It gives the experts of tokens (``--enable-return-routed-experts``)."""
         self.rows_said: Callable[[R, NDArray[np.int32]], Any] = lambda run, rows: rows
@@ -605,6 +612,15 @@ class FakeServer(Generic[R]):
         """What a new process does not have."""
         self.prefixes = PrefixCache()
         self.weights, self.label, self.pause_mode, self.stale_cache = weights, "default", None, False
+        if self.loras is not None:
+            self.loras.present.clear()
+        if self.images is not None:
+            self.images.forget()
+
+    @property
+    def loaded(self) -> list[str]:
+        """Names of all adapters that it has now."""
+        return [*self.adapters, *(() if self.loras is None else self.loras.present)]
 
     def _restart_at_once(self) -> None:
         """Another process behind the same port: requests break, and nobody sees the port closed."""
@@ -665,7 +681,7 @@ class FakeServer(Generic[R]):
                 self._end(run, run.used_up())
             case RequestFault.EARLY_STOP if run.ids:
                 self._end(run, run.stopped())
-            case kind if kind in (*KEEPS_ALIVE, RequestFault.SILENCE):
+            case kind if kind in KEEPS_ALIVE:
                 run.frozen = True
                 run.flush()
             case kind:
@@ -858,6 +874,14 @@ async def event_stream(request: web.Request) -> web.StreamResponse:
     return response
 
 
+async def events(request: web.Request, *said: str) -> web.StreamResponse:
+    """A whole answer in events."""
+    response = await event_stream(request)
+    await response.write("".join(f"data: {event}\n\n" for event in said).encode())
+    await response.write_eof()
+    return response
+
+
 async def spaces(request: web.Request, response: web.StreamResponse | None) -> web.StreamResponse:
     """A sign of life of a plain answer, whose JSON comes later."""
     if response is None:
@@ -866,6 +890,34 @@ async def spaces(request: web.Request, response: web.StreamResponse | None) -> w
     await response.write(b" ")
     await asyncio.sleep(KEEP_ALIVE_S)
     return response
+
+
+def error(status: int, message: str, *, close: bool = False, param: str | None = None) -> web.Response:
+    """An answer in the words of OpenAI's server."""
+    said = {"error": {"message": message, "type": "Error", "param": param, "code": status}}
+    response = web.json_response(said, status=status)
+    if close:
+        response.force_close()
+    return response
+
+
+def at_once(kind: RequestFault) -> web.Response:
+    """The answer to a request that is not run."""
+    match kind:
+        case RequestFault.BUSY:
+            return error(503, "The engine is starting.")
+        case RequestFault.LIMITED:
+            response = error(429, "Too many requests.")
+            response.headers["Retry-After"] = "2"
+            return response
+        case RequestFault.REFUSED:
+            return error(400, "This request is wrong.")
+        case RequestFault.GIANT:
+            return web.Response(status=500, body=b"x" * (1 << 24))
+        case RequestFault.REDIRECT:
+            return web.Response(status=307, headers={"Location": "http://127.0.0.1:9/elsewhere"})
+        case _:
+            return error(500, "Internal error", close=True)
 
 
 def cut(request: web.Request) -> web.Response:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from april.core.sampling import LogprobKind
 
-from .base import event_stream
+from .base import events
 from .vllm import COMPLETIONS, FakeVllmRun, FakeVllmServer
 
 MODEL = "fake"
@@ -51,7 +51,6 @@ class TrtllmRun(CompletionRun):
 class FakeOpenAIServer(FakeVllmServer):
     """Args:
     gives_ids: it returns the ids of tokens.
-    says_context: its list of models has the length of its context.
     kind: of which distribution the log-probabilities are.
     tokens_ahead: how many tokens it has made and not sent, at any time.
     strips: it keeps the token back that ends a response.
@@ -61,16 +60,17 @@ class FakeOpenAIServer(FakeVllmServer):
     """
 
     RUN: ClassVar[type[FakeVllmRun]] = CompletionRun
+    SAYS_CONTEXT = True
+    """Its list of models has the length of its context."""
 
     def __init__(
-        self, *, gives_ids: bool = True, says_context: bool = True, kind: LogprobKind = LogprobKind.RAW,
-        tokens_ahead: int = 0, strips: bool = False, honours_seeds: bool = True,
-        owner: str | None = None, without: tuple[str, ...] = ("/version",), **common: Any,
+        self, *, gives_ids: bool = True, kind: LogprobKind = LogprobKind.RAW, tokens_ahead: int = 0,
+        strips: bool = False, honours_seeds: bool = True, owner: str | None = None,
+        without: tuple[str, ...] = ("/version",), **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(developer=False, scale_out=False, logprobs=kind.value, without=without, **common)
-        self.gives_ids, self.says_context, self.tokens_ahead = gives_ids, says_context, tokens_ahead
-        self.strips, self.owner = strips, owner
-        self.honours_seeds = honours_seeds
+        self.gives_ids, self.tokens_ahead, self.strips = gives_ids, tokens_ahead, strips
+        self.owner, self.honours_seeds = owner, honours_seeds
 
     @property
     def unread_tokens(self) -> int:
@@ -109,9 +109,9 @@ class FakeOpenAIServer(FakeVllmServer):
 
     async def _models(self, request: web.Request) -> web.Response:
         card: dict[str, Any] = {"id": self.model, "object": "model", "owned_by": self.owner}
-        if self.says_context:
+        if self.SAYS_CONTEXT:
             card["max_model_len"] = self.context
-        adapters = [card | {"id": a, "parent": self.model} for a in self.adapters]
+        adapters = [card | {"id": a, "parent": self.model} for a in self.loaded]
         return web.json_response({"object": "list", "data": [card, *adapters]})
 
     def _refusal(self, body: dict[str, Any], token_route: bool) -> web.Response | None:
@@ -126,11 +126,11 @@ class FakeTrtllmServer(FakeOpenAIServer):
     common: of :class:`FakeOpenAIServer`.
     """
 
-    RUN = TrtllmRun
+    RUN, SAYS_CONTEXT = TrtllmRun, False
 
     def __init__(self, *, prometheus: bool = False, seeds_alone: bool = True, **common: Any) -> None:
         without = () if prometheus else ("/prometheus/metrics",)
-        super().__init__(says_context=False, owner="tensorrt_llm", without=without, **common)
+        super().__init__(owner="tensorrt_llm", without=without, **common)
         self.seeds_alone = seeds_alone
         self.paused = False
         """Somebody has called pause_generation() of its engine."""
@@ -167,9 +167,7 @@ class FakeTrtllmServer(FakeOpenAIServer):
         wrong = f"`default_max_tokens` ({room}) must be greater than 0" if room <= 0 else "Token ID out of range"
         self.refused.append(wrong)
         # the engine is in a process of its own: the stream has begun when it is heard of
-        response = await event_stream(request)
-        await response.write(f"data: {_error(wrong)}\n\ndata: [DONE]\n\ndata: [DONE]\n\n".encode())
-        return response
+        return await events(request, _error(wrong), "[DONE]", "[DONE]")
 
     # ---------------------------------------------------------------- generation
 

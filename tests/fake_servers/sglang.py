@@ -15,13 +15,13 @@ from itertools import count
 from pathlib import PurePath
 from typing import Any
 
-import aiohttp
 import numpy as np
 from aiohttp import web
 
-from .adapters import FakeAdapters
-from .base import AT_ONCE, FakeRequest, FakeServer, RequestFault, event_stream
-from .images import PLACEHOLDER, FakeImages, salt_of
+from tests.real_engines.recording_proxy import RecordingProxy
+
+from .base import AT_ONCE, FakeRequest, FakeServer, RequestFault, at_once, events
+from .images import PLACEHOLDER, salt_of
 
 FORCED_INTERVAL = 50
 """Tokens after which the scheduler hands over what a plain request has."""
@@ -113,8 +113,6 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         labels: it knows ``/update_weight_version``.
         logprobs: "temperature", or "raw" (SGLANG_RETURN_ORIGINAL_LOGPROB).
         transfers: it takes weights in a session of begin and end (0.5.23 and later).
-        loras: adapters that may be loaded and unloaded (``--enable-lora``).
-        images: its model takes them; None: it is a text model.
         names_images: a request can name them (``mm_hashes``).
         common: of :class:`FakeServer`; an update takes the last part of its path for the name of the weights.
     """
@@ -123,13 +121,11 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
 
     def __init__(
         self, *, incremental: bool = True, spans: bool = True, labels: bool = True,
-        logprobs: str = "temperature", transfers: bool = True, loras: FakeAdapters | None = None,
-        images: FakeImages | None = None, names_images: bool = True, **common: Any,
+        logprobs: str = "temperature", transfers: bool = True, names_images: bool = True, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
-        self.images, self.names_images = images, names_images
         self.incremental, self.spans, self.labels = incremental, spans, labels
-        self.logprobs = logprobs
+        self.logprobs, self.names_images = logprobs, names_images
         self.aborts: list[dict[str, Any]] = []
         """Bodies of the calls of ``/abort_request``."""
         self.updates: list[dict[str, Any]] = []
@@ -142,9 +138,6 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         """Tokens of its key-value memory, and of one page of it."""
         self.speculation: str | None = None
         """Its ``speculative_algorithm``."""
-        self.loras = loras
-        self.adapters: list[str] = []
-        """Names of the adapters (LoRA) that it has besides its model."""
         self._answering: set[FakeSglangRun] = set()
         """Requests that were let in, until they are answered; a pause that aborts waits for them."""
         self.transfers = transfers
@@ -154,8 +147,6 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         """Bodies of the calls by which it has joined groups, by name."""
         self.session = False
         """It is in the middle of a transfer."""
-        self.coming = "w1"
-        """The weights that a group sends; part of them, before the last bucket has come."""
         self.buckets: list[dict[str, Any]] = []
         """Bodies of the calls by which it has taken them."""
         self.kept_caches = 0
@@ -163,11 +154,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
 
     def _forget(self, weights: str) -> None:
         super()._forget(weights)
-        if self.loras is not None:
-            self.loras.present.clear()
         self.groups, self.session = {}, False
-        if self.images is not None:
-            self.images.forget()
 
     def _routes(self) -> list[web.RouteDef]:
         routes = [
@@ -245,7 +232,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         refused = self._refusal(body)
         if refused is not None:
             if body.get("stream") and "error" in refused and isinstance(refused["error"], dict):
-                return await self._events(request, [json.dumps({"error": refused["error"] | {"code": 400}}), "[DONE]"])
+                return await events(request, json.dumps({"error": refused["error"] | {"code": 400}}), "[DONE]")
             return web.json_response(refused, status=400)
         params = {"min_new_tokens": 0, "temperature": 1.0, "max_new_tokens": 128} | body["sampling_params"]
         if self.logprobs == "raw":
@@ -263,7 +250,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         run.fault = self._plan()
         self._came(run, request.headers)
         if kind := run.hit(*AT_ONCE):
-            return _at_once(kind)
+            return at_once(kind)
         if any(not 0 <= i < self.vocab_size for i in run.prompt):
             self.violations.append(f"{run.name} has an id outside the vocabulary, which kills the server")
             self.die()
@@ -309,10 +296,9 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         if biased:
             keys = f"logit_bias must has keys in [0, {self.vocab_size - 1}], got {biased[0]}."
             return {"error": {"message": keys}}
-        loaded = [*self.adapters, *(() if self.loras is None else self.loras.present)]
-        if body.get("lora_path") not in (None, *loaded):
+        if body.get("lora_path") not in (None, *self.loaded):
             missing = f"Got LoRA adapter that has never been loaded: {body['lora_path']}"
-            return {"error": {"message": f"{missing}\nAll loaded adapters: {loaded}."}}
+            return {"error": {"message": f"{missing}\nAll loaded adapters: {self.loaded}."}}
         if self._named(body.get("rid")) is not None:
             return {"error": {"message": f"Duplicate request ID detected: {body['rid']}"}}
         if body.get("return_routed_experts") and not 0 <= body.get("routed_experts_start_len", 0) <= len(ids):
@@ -347,13 +333,6 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
         if due and run.hit(RequestFault.TRUNCATED):
             return text[: len(text) // 2].rstrip("}")
         return text
-
-    async def _events(self, request: web.Request, events: list[str]) -> web.StreamResponse:
-        response = await event_stream(request)
-        for event in events:
-            await response.write(f"data: {event}\n\n".encode())
-        await response.write_eof()
-        return response
 
     def _named(self, rid: str | None) -> FakeSglangRun | None:
         return next((run for run in self._live if run.name == rid), None)
@@ -471,6 +450,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             return _said_of(False, "no weight-update session is open; call begin_weight_update() first")
         self.session = False
         return _said_of(True, "Success")
+
     async def _load_adapter(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert self.loras is not None
@@ -527,8 +507,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": "fake/model", "owned_by": "sglang", "root": "fake/model", "parent": None}
-        names = [*self.adapters, *(() if self.loras is None else self.loras.present)]
-        adapters = [card | {"id": a, "root": f"adapters/{a}", "parent": "fake/model"} for a in names]
+        adapters = [card | {"id": a, "root": f"adapters/{a}", "parent": "fake/model"} for a in self.loaded]
         return web.json_response({"data": [card | {"max_model_len": self.context}, *adapters]})
 
     async def _openapi(self, request: web.Request) -> web.Response:
@@ -548,98 +527,33 @@ def _said_of(success: bool, message: str) -> web.Response:
     return web.json_response({"success": success, "message": message}, status=200 if success else 400)
 
 
-def _at_once(kind: RequestFault) -> web.Response:
-    match kind:
-        case RequestFault.BUSY:
-            said = {"error": {"message": "The request queue is full."}}
-            return web.json_response(said, status=503, headers={"Retry-After": "2"})
-        case RequestFault.REDIRECT:
-            return web.Response(status=307, headers={"Location": "http://127.0.0.1:9/generate"})
-        case _:
-            return web.json_response({"error": {"message": "Internal error"}}, status=500)
-
-
-class FakeSglangRouter:
+class FakeSglangRouter(RecordingProxy):
     """Passes ``/generate`` on as it comes; a worker that cannot be reached is left out, and the next one asked.
 
     Args:
         workers: addresses of fake servers.
         late: how many times ``/workers`` is answered with none, as a router does that has just started.
+        key: header by whose value the worker is chosen; requests without it take turns.
     """
 
-    def __init__(self, workers: Sequence[str], *, late: int = 0) -> None:
-        self.workers = list(workers)
-        self.late = late
+    def __init__(self, workers: Sequence[str], *, late: int = 0, key: str = "") -> None:
+        super().__init__(workers[0])
+        self.workers, self.late, self.key = list(workers), late, key
         self.ready = True
-        self.passed: list[str] = []
-        """Address of the worker that answered, for every request in order."""
-        self.key = ""
-        """Header by whose value the worker is chosen; requests without it take turns."""
         self._turn = count()
-        self._session: aiohttp.ClientSession | None = None
-        self._runner: web.AppRunner | None = None
-        self.url = ""
 
-    async def start(self) -> str:
-        """Open a port; returns the URL."""
-        app = web.Application(client_max_size=1 << 26)
-        app.add_routes([
-            web.post("/generate", self._generate), web.get("/workers", self._workers),
-            web.get("/readiness", self._ready),
-        ])  # fmt: skip
-        # a client that leaves takes its request at the worker along
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=None)
-        )
-        return self.url
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/readiness":
+            return web.Response(status=200 if self.ready else 503)
+        if request.path == "/workers":
+            workers = [{"url": url, "is_healthy": True, "worker_type": "regular", "load": 0} for url in self.workers]
+            if self.late:
+                self.late, workers = self.late - 1, []
+            return web.json_response({"workers": workers, "total": len(workers)})
+        return await super()._pass_on(request)
 
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
-
-    async def _workers(self, request: web.Request) -> web.Response:
-        if self.late:
-            self.late -= 1
-            return web.json_response({"workers": [], "total": 0})
-        workers = [{"url": url, "is_healthy": True, "worker_type": "regular", "load": 0} for url in self.workers]
-        return web.json_response({"workers": workers, "total": len(workers)})
-
-    async def _ready(self, request: web.Request) -> web.Response:
-        return web.Response(status=200 if self.ready else 503)
-
-    async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
-        assert self._session is not None
+    def _servers(self, request: web.Request) -> list[str]:
         key = request.headers.get(self.key)
         first = next(self._turn) if key is None else int(hashlib.sha256(key.encode()).hexdigest(), 16)
-        for place in range(len(self.workers)):
-            url = self.workers[(first + place) % len(self.workers)]
-            try:
-                answer = await self._session.post(
-                    f"{url}/generate", data=body, headers={"Content-Type": "application/json"}
-                )
-            except aiohttp.ClientError:
-                continue  # the next worker gets the same request, rid included
-            self.passed.append(url)
-            return await self._pass_on(request, answer)
-        return web.json_response({"error": {"message": "No available workers"}}, status=503)
-
-    async def _pass_on(self, request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})
-        async with answer:
-            await response.prepare(request)
-            try:
-                async for piece in answer.content.iter_any():
-                    await response.write(piece)
-            except (aiohttp.ClientError, asyncio.IncompleteReadError):
-                if request.transport is not None:
-                    request.transport.abort()
-                return response
-        await response.write_eof()
-        return response
+        first %= len(self.workers)
+        return self.workers[first:] + self.workers[:first]

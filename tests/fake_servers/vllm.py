@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from .adapters import FakeAdapters
-from .base import AT_ONCE, Experts, FakeRequest, FakeServer, Parts, RequestFault
-from .images import PLACEHOLDER, FakeImages, Unknown, salt_of
+from .base import AT_ONCE, Experts, FakeRequest, FakeServer, Parts, RequestFault, at_once, error, events
+from .images import PLACEHOLDER, Unknown, salt_of
 
 HARMLESS = (RequestFault.ABORT_UNSEEN, RequestFault.UNASKED_ABORT, RequestFault.TRICKLE)
 """After these april has every token that the server handed over, without an error."""
@@ -108,8 +107,6 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         without: routes that this version does not have.
         transfers: the back-end for weights that it was started with (``--weight-transfer-config``).
         world_size: workers, over all copies.
-        loras: adapters that may be loaded and unloaded (``--enable-lora``, VLLM_ALLOW_RUNTIME_LORA_UPDATING).
-        images: its model takes them; None: it is a text model.
         kv_connector: ``kv_transfer_config`` as ``/server_info`` shows it; each request's keys are asked of it.
         common: of :class:`FakeServer`; a load takes the last part of its path for the name of the weights, and fails if
             that begins with "missing".
@@ -120,12 +117,11 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         logprobs: str = "processed", model: str = "fake", root: str = "fake/model",
         device: str = "cuda", without: tuple[str, ...] = (), chunked_prefill: bool = False, copies: int = 1,
         speculation: dict[str, Any] | None = None, release: int = 32, transfers: str | None = None, world_size: int = 1,
-        loras: FakeAdapters | None = None, images: FakeImages | None = None,
         kv_connector: dict[str, Any] | None = None, says_cached: bool = False, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
         self.says_cached = says_cached
-        self.images, self.kv_connector = images, kv_connector
+        self.kv_connector = kv_connector
         self.model, self.release = model, release
         self.developer, self.scale_out, self.processes = developer, scale_out, processes
         self.logprobs = logprobs
@@ -142,20 +138,13 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         """The pause that is on has emptied the cache."""
         self.routed_experts: str | None = None
         """What the end of an answer says of the experts of all its tokens, those of the prompt too."""
-        self.adapters: list[str] = []
-        """Names of the adapters (LoRA) that it has besides its model."""
         self.transfers, self.world_size = transfers, world_size
         self.transfer_calls: list[tuple[str, Any]] = []
         """(route, body) of what is asked for a transfer, in order."""
-        self.active, self.remembers, self.received = False, False, list[str]()
-        """A transfer is under way; layers have a part of one; the names of the tensors that have come."""
-        self.sent_weights = "sent"
-        """The weights that a transfer brings, when it is finished."""
-        self.says_done: dict[str, bool] = {}
-        """By route: whether its success is said."""
+        self.joined, self.active, self.remembers, self.received = False, False, False, list[str]()
+        """It is in a group; a transfer is under way; layers have a part of one; the names of the tensors that came."""
         self.stale_encoder = False
         """The scheduler believes in features of images that the worker has thrown away."""
-        self.loras = loras
         self.shown: dict[str, Any] = {}
         """Further settings as ``/server_info`` shows them."""
         self.resets_refused = 0
@@ -220,7 +209,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body, token_route = await request.json(), request.path == TOKENS
         if token_route and not self.scale_out:
-            return _error(403, "Scale-out endpoints are disabled. Restart with --enable-scale-out.")
+            return error(403, "Scale-out endpoints are disabled. Restart with --enable-scale-out.")
         refused = self._refusal(body, token_route)
         if refused is not None:
             return refused
@@ -229,8 +218,8 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         if self.chunked_prefill and self.device == "cpu" and run.params.get("seed") is not None:
             self.violations.append(f"{run.name} has a seed, which kills the server")
             self.die()
-        if run.hit(*AT_ONCE):
-            return _at_once(run)
+        if kind := run.hit(*AT_ONCE):
+            return at_once(kind)
         if self.release >= 33 and self.pause_mode in ("abort", "wait"):
             return await self._paused_answer(request, run)
         if self.stale_cache and (not run.cache_salt or run.cache_salt in self._stale_salts):
@@ -249,38 +238,32 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
 
     async def _paused_answer(self, request: web.Request, run: FakeVllmRun) -> web.StreamResponse:
         """A stream has begun by the time at which the engine behind it refuses."""
-        refusal = _error(503, "Generation is paused. Please retry after it resumes.")
-        if not run.stream:
-            return refusal
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await stream.prepare(request)
-        await stream.write(f"data: {refusal.text}\n\ndata: [DONE]\n\n".encode())
-        return stream
+        refusal = error(503, "Generation is paused. Please retry after it resumes.")
+        return await events(request, str(refusal.text), "[DONE]") if run.stream else refusal
 
     def _refusal(self, body: dict[str, Any], token_route: bool) -> web.Response | None:
         params = body.get("sampling_params") if token_route else body
         ids = body.get("token_ids" if token_route else "prompt")
         if not isinstance(ids, list) or not isinstance(params, dict):
-            return _error(400, "validation errors: 'missing', 'loc': 'body.token_ids', 'msg': 'Field required'")
+            return error(400, "validation errors: 'missing', 'loc': 'body.token_ids', 'msg': 'Field required'")
         biased = [int(i) for i in params.get("logit_bias", {}) if not 0 <= int(i) < self.vocab_size]
         if biased:
             said = f"token_id(s) {biased} in logit_bias contain out-of-vocab token ids."
-            return _error(400, f"{said} Vocabulary size: {self.vocab_size}")
+            return error(400, f"{said} Vocabulary size: {self.vocab_size}")
         if (unseen := self._unseen(body)) is not None:
             return unseen
         if token_route and self.images is not None:
             ids = self.images.expanded(ids)
-        loaded = () if self.loras is None else self.loras.present
-        if body.get("model", self.model) not in (self.model, *self.adapters, *loaded):
-            return _error(404, f"The model `{body['model']}` does not exist.")
+        if body.get("model", self.model) not in (self.model, *self.loaded):
+            return error(404, f"The model `{body['model']}` does not exist.")
         if params.get("logit_bias") and self.speculation:
-            return _error(400, "The min_p and logit_bias sampling parameters are not yet supported")
+            return error(400, "The min_p and logit_bias sampling parameters are not yet supported")
         if params.get("stop") and self.decode is None:
-            return _error(400, "stop strings are not supported on a server without a tokenizer")
+            return error(400, "stop strings are not supported on a server without a tokenizer")
         low = params.get("max_tokens", 16) < max(1, params.get("min_tokens", 0))
         if low or not ids or len(ids) >= self.context or not all(0 <= i < self.vocab_size for i in ids):
             self.violations.append(f"a request with {len(ids)} ids cannot be served")
-            return _error(400, f"{len(ids)} prompt tokens cannot be served; the context is {self.context}")
+            return error(400, f"{len(ids)} prompt tokens cannot be served; the context is {self.context}")
         if len(ids) + params.get("max_tokens", 16) > self.context:
             self.violations.append(f"{len(ids)} + {params['max_tokens']} tokens are cut to the context of a server")
         return None
@@ -294,13 +277,13 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             self.violations.append("images come on a route that leaves them out")
             return None
         if self.images is None:
-            return _error(400, f"{self.model} is not a multimodal model")
+            return error(400, f"{self.model} is not a multimodal model")
         if not self.images.keeps and any(part["url"] is None for part in parts):
-            return _error(400, "Failed to apply Processor on data={'images': [None]} with kwargs={}")
+            return error(400, "Failed to apply Processor on data={'images': [None]} with kwargs={}")
         try:
             body["seen"] = [self.images.take(part["uuid"], part["url"]) for part in parts]
         except Unknown:
-            return _error(400, "Cache miss for image at index 0 but data is not provided.")
+            return error(400, "Cache miss for image at index 0 but data is not provided.")
         if len(parts) != body["token_ids"].count(PLACEHOLDER):
             self.violations.append(f"{len(parts)} images come for {body['token_ids'].count(PLACEHOLDER)} placeholders")
         return None
@@ -347,7 +330,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         return base64.b64encode(file.getvalue()).decode()
 
     def _failure(self, run: FakeVllmRun) -> web.Response | None:
-        return _error(500, "EngineCore encountered an issue.", close=True) if run.failed else None
+        return error(500, "EngineCore encountered an issue.", close=True) if run.failed else None
 
     def _usage(self, run: FakeVllmRun) -> list[str]:
         if not run.usage_asked:
@@ -358,7 +341,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
 
     def _said(self, run: FakeVllmRun) -> str:
         if run.failed:
-            return str(_error(500, "EngineCore encountered an issue.").text)
+            return str(error(500, "EngineCore encountered an issue.").text)
         parts = run.parts(run.sent)
         due = run.fault is not None and len(run.ids) >= run.fault.after_tokens
         if run.hit(RequestFault.REPEATED_LAST):
@@ -398,7 +381,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
     async def _pause(self, request: web.Request) -> web.Response:
         mode = request.query.get("mode", "abort")
         if mode not in ("abort", "wait", "keep"):
-            return _error(400, "mode must be abort, wait or keep", param="query.mode")
+            return error(400, "mode must be abort, wait or keep", param="query.mode")
         self.pauses.append(mode)
         if mode == "abort":
             for run in list(self._live):
@@ -430,7 +413,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         body = await request.json()
         name = PurePath((body.get("kwargs") or {}).get("weights_path", "missing")).name
         if body.get("method") != "reload_weights" or name.startswith("missing"):
-            return _error(500, f"reload_weights failed: {name} is not there", close=True)
+            return error(500, f"reload_weights failed: {name} is not there", close=True)
         self.weights = name
         self._old_keys()
         if self.remembers:
@@ -452,15 +435,16 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         body = json.loads(await request.read() or b"null")
         self.transfer_calls.append((request.path, body))
         if self.transfers is None:
-            return _error(500, "Weight transfer not configured. Please set weight_transfer_config.")
+            return error(500, "Weight transfer not configured. Please set weight_transfer_config.")
         step = list(TRANSFER).index(request.path)
+        self.joined = self.joined or step == 0
         if step == 1:
             if self.active:
-                return _error(500, "start_weight_update called while a weight update is already active.")
+                return error(500, "start_weight_update called while a weight update is already active.")
             self.active = True
         elif step == 2:
-            if not self.active:
-                return _error(500, "start_weight_update must be called before update_weights.")
+            if not self.active or not self.joined:
+                return error(500, "start_weight_update must be called before update_weights, in a group.")
             if self.remembers and not self.received:
                 self.violations.append("a transfer goes into layers that remember another one")
             self.remembers = True
@@ -469,12 +453,11 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
             self._old_keys()
         elif step == 3:
             if not self.active:
-                return _error(500, "finish_weight_update called without a matching start_weight_update.")
+                return error(500, "finish_weight_update called without a matching start_weight_update.")
             if self.received:
-                self.weights = self.sent_weights
+                self.weights = self.coming
             self.active, self.remembers, self.received = False, False, []
-        done = self.says_done.get(request.path, True)
-        return web.json_response({"message": TRANSFER[request.path] if done else "something else"})
+        return web.json_response({"message": TRANSFER[request.path]})
 
     async def _reset(self, request: web.Request) -> web.Response:
         if self.resets_refused:
@@ -486,32 +469,29 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
     def _forget(self, weights: str) -> None:
         super()._forget(weights)
         self.stale_encoder = False
-        if self.loras is not None:
-            self.loras.present.clear()
-        if self.images is not None:
-            self.images.forget()
+        self.joined, self.active, self.remembers, self.received = False, False, False, []
 
     async def _load_adapter(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert self.loras is not None
         if not body.get("lora_name") or not body.get("lora_path"):
-            return _error(400, "Both 'lora_name' and 'lora_path' must be provided.")
+            return error(400, "Both 'lora_name' and 'lora_path' must be provided.")
         name = body["lora_name"]
         if name in self.loras.ever:
             self.violations.append(f"the name {name} is given to a second adapter, and the cache goes by names")
         if name in self.loras.present:
-            return _error(400, f"The lora adapter '{name}' has already been loaded.")
+            return error(400, f"The lora adapter '{name}' has already been loaded.")
         if self.pause_mode is not None:
             self.violations.append("an adapter is loaded into a paused server")
         if wrong := self.loras.load(name, body["lora_path"]):
-            return _error(404 if wrong.startswith("No adapter") else 500, f"Call to add_lora method failed: {wrong}")
+            return error(404 if wrong.startswith("No adapter") else 500, f"Call to add_lora method failed: {wrong}")
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload_adapter(self, request: web.Request) -> web.Response:
         name = (await request.json())["lora_name"]
         assert self.loras is not None
         if not self.loras.unload(name):
-            return _error(404, f"The lora adapter '{name}' cannot be found.")
+            return error(404, f"The lora adapter '{name}' cannot be found.")
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 
     async def _weight_info(self, request: web.Request) -> web.Response:
@@ -539,8 +519,7 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": self.model, "owned_by": "vllm", "root": self.root, "parent": None, "max_model_len": self.context}
-        names = [*self.adapters, *(() if self.loras is None else self.loras.present)]
-        adapters = [card | {"id": a, "root": f"adapters/{a}", "parent": self.model} for a in names]
+        adapters = [card | {"id": a, "root": f"adapters/{a}", "parent": self.model} for a in self.loaded]
         return web.json_response({"object": "list", "data": [card, *adapters]})
 
     async def _version(self, request: web.Request) -> web.Response:
@@ -562,29 +541,3 @@ class FakeVllmServer(FakeServer[FakeVllmRun]):
         if self.processes == 1:
             lines.append(f"process_start_time_seconds {self.starts}.0")
         return web.Response(text="\n".join(lines) + "\n")
-
-
-def _error(status: int, message: str, *, close: bool = False, param: str | None = None) -> web.Response:
-    said = {"error": {"message": message, "type": "Error", "param": param, "code": status}}
-    response = web.json_response(said, status=status)
-    if close:
-        response.force_close()
-    return response
-
-
-def _at_once(run: FakeVllmRun) -> web.Response:
-    match run.fault.kind if run.fault is not None else None:
-        case RequestFault.BUSY:
-            return _error(503, "The engine is starting.")
-        case RequestFault.LIMITED:
-            response = _error(429, "Too many requests.")
-            response.headers["Retry-After"] = "2"
-            return response
-        case RequestFault.REFUSED:
-            return _error(400, "This request is wrong.")
-        case RequestFault.GIANT:
-            return web.Response(status=500, body=b"x" * (1 << 24))
-        case RequestFault.REDIRECT:
-            return web.Response(status=307, headers={"Location": "http://127.0.0.1:9/elsewhere"})
-        case _:
-            return _error(500, "Internal error", close=True)

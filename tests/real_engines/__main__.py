@@ -23,7 +23,7 @@ from tests.real_engines.commands import router_server, sglang_server, vllm_serve
 from tests.real_engines.environments import ROOT, SGLANG, VLLM, environment
 from tests.real_engines.kill import kill_one
 from tests.real_engines.models import CONTEXT, make_models
-from tests.real_engines.servers import NotKept, Server, emptied, end, free_ports, program, running, until_ready
+from tests.real_engines.servers import NotKept, Server, emptied, end, program, ready, running, until_ready
 from tests.real_engines.suite import columns, test_column, test_in_process
 
 IN_PROCESS = "vllm in process"
@@ -70,14 +70,11 @@ def _everything(only: list[str] | None, aborts: int, out: Path, clock: Clock) ->
         environment(VLLM), environment(SGLANG)
     with clock.part("models"):
         models = make_models(out / "models")
-    ports = free_ports(5)
     model = models["first"]
-    open_vllm, plain_vllm = (
-        vllm_server(name, model, port, out / f"{name}.log", open_routes=is_open, context=CONTEXT)
-        for name, port, is_open in (("vllm-open", ports[0], True), ("vllm-plain", ports[1], False))
-    )
-    worker = sglang_server("sglang", model, ports[2], out / "sglang.log", context=CONTEXT)
-    router = router_server("sglang-router", worker, ports[3], out / "sglang-router.log", ports[4])
+    open_vllm = vllm_server("vllm-open", model, out, open_routes=True, context=CONTEXT)
+    plain_vllm = vllm_server("vllm-plain", model, out, open_routes=False, context=CONTEXT)
+    worker = sglang_server("sglang", model, out, context=CONTEXT)
+    router = router_server("sglang-router", worker, out)
     pending = [c for c in columns(open_vllm, plain_vllm, worker, router) if not only or c.name in only]
     uses = [(c.server,) for c in pending] + ([(open_vllm, plain_vllm)] if not only or KILL in only else [])
     reports: list[Report] = []
@@ -92,8 +89,7 @@ def _everything(only: list[str] | None, aborts: int, out: Path, clock: Clock) ->
                     wrong += _kill(open_vllm, plain_vllm, out)
                 continue
             column = pending.pop(0)
-            with running([router] if column.router else []), clock.part(column.name):
-                until_ready([router] if column.router else [])
+            with ready(*([router] if column.router else [])), clock.part(column.name):
                 try:
                     reports.append(_written(asyncio.run(test_column(column, models, aborts)), out))
                 except AprilError as error:  # the server has died of a check, say

@@ -22,15 +22,13 @@ import typer
 from safetensors.torch import load_file, save_file
 
 import april
-from april.config.engines import ServerEngineConfig
 from april.core.sampling import SamplingParams
 from april.core.versions import PolicyVersion
-from april.engines.kinds.factory import open_servers
 from april.engines.protocol import Engine, Request
 from tests.real_engines.commands import sglang_server, vllm_server
 from tests.real_engines.environments import HERE, ROOT
 from tests.real_engines.models import make_models
-from tests.real_engines.servers import Server, emptied, end, free_ports, program, running, until_ready
+from tests.real_engines.servers import Server, emptied, end, opened, program, ready
 
 UPDATES, RANK, ALPHA, CONTEXT, BOUND = 8, 8, 16, 1024, 1e-4
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -179,9 +177,7 @@ async def whole_and_adapter(
     settings: dict[str, Any], policies: Policies, others: Policies, models: dict[str, Path]
 ) -> tuple[dict[str, Any], list[str]]:
     """Whole weights go into the model of a server with adapters, an adapter over them, and the first model back."""
-    config = april.Config(rollout_batch_size=1, max_response_len=300, engine=settings)
-    assert isinstance(config.engine, ServerEngineConfig)
-    (engine,) = await open_servers(config.engine)
+    engine = await opened(settings)
     found, prompt, wrong = Found(others), list(range(100, 150)), list[str]()
     last = Found(policies)
     try:
@@ -207,9 +203,7 @@ async def whole_and_adapter(
 
 async def three_at_once(settings: dict[str, Any], policies: Policies) -> tuple[dict[str, Any], list[str]]:
     """Requests of three versions run at the same time; the first version's end, cut, goes on under the last."""
-    config = april.Config(rollout_batch_size=1, max_response_len=300, engine=settings)
-    assert isinstance(config.engine, ServerEngineConfig)
-    (engine,) = await open_servers(config.engine)
+    engine = await opened(settings)
     found, alive, wrong = Found(policies), 0, list[str]()
 
     generate = partial(_generate, engine)
@@ -252,14 +246,14 @@ async def three_at_once(settings: dict[str, Any], policies: Policies) -> tuple[d
     return found.figures() | {"alive at once": alive}, wrong + found.wrong("three at once")
 
 
-def adapters_on(kind: str, model: Path, port: int, log: Path) -> Server:
+def adapters_on(kind: str, model: Path, out: Path) -> Server:
     """A server that takes adapters of up to rank 16, three at once."""
     if kind == "vllm":
-        server = vllm_server(kind, model, port, log, open_routes=True, context=CONTEXT)
+        server = vllm_server(kind, model, out, open_routes=True, context=CONTEXT)
         slots = ["--max-loras", "3"]
         server.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     else:
-        server = sglang_server(kind, model, port, log, context=CONTEXT)
+        server = sglang_server(kind, model, out, context=CONTEXT)
         slots = ["--max-loras-per-batch", "4", "--lora-target-modules", "all", "--lora-backend", "torch_native"]
         server.environment["PYTHONPATH"] = f"{HERE / 'sglang_lora_on_cpu'}:{HERE / 'sglang_on_cpu'}"
     server.command = [*server.command, "--enable-lora", "--max-lora-rank", "16", *slots]
@@ -275,11 +269,9 @@ def main(
     with program():
         models = make_models(out / kind / "models")
         model = models["first"]
-        (port,) = free_ports(1)
-        server = adapters_on(kind, model, port, out / kind / "server.log")
+        server = adapters_on(kind, model, out / kind)
         policies, others = Policies(model, out / kind), Policies(models["second"], out / kind / "second")
-        with running([server]):
-            until_ready([server])
+        with ready(server):
             settings = {"kind": kind, "urls": [server.url]}
             parts: list[tuple[str, Callable[[], tuple[dict[str, Any], list[str]]]]] = [
                 ("updates", lambda: run_updates(settings, policies)),

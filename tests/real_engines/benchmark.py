@@ -16,7 +16,7 @@ import typer
 from tests.real_engines.commands import server_of
 from tests.real_engines.environments import ROOT
 from tests.real_engines.models import CONTEXT, make_models
-from tests.real_engines.servers import free_ports, program, running, until_ready
+from tests.real_engines.servers import program, ready
 
 IN_FLIGHT = 256
 """Room for requests; the schedules of real_engines need 64."""
@@ -32,13 +32,9 @@ def main(
     out = ROOT / "runs" / "real_engines"
     out.mkdir(parents=True, exist_ok=True)
     models = make_models(out / "models", eos=False)
-    (port,) = free_ports(1)
-    log = out / f"{kind}.log"
     with program():
-        server = server_of(kind, models["first"], port, log, context=CONTEXT, in_flight=IN_FLIGHT)
-        with running([server]):
-            until_ready([server])
-            code = 0
+        server, code = server_of(kind, models["first"], out, context=CONTEXT, in_flight=IN_FLIGHT), 0
+        with ready(server):
             if steps:
                 code |= _run(
                     "real_engines", kind, server.url, "--steps", str(steps), "--weights", str(models["first"]),

@@ -23,7 +23,7 @@ from tests.real_engines.environments import ROOT
 from tests.real_engines.keep import BOUND, prompts_of, server_of
 from tests.real_engines.models import Updates, make_models
 from tests.real_engines.replay import Replay
-from tests.real_engines.servers import emptied, end, program, running, until_ready
+from tests.real_engines.servers import emptied, end, program, ready
 
 RUNS = ("resubmit", "resubmit", "keep", "keep", "recompute", "recompute", "resubmit", "recompute", "keep", "resubmit")
 """Modes of the runs, in order: each of the nine pairs of modes follows each other once."""
@@ -58,8 +58,7 @@ def runs(weights: Updates, out: Path) -> dict[str, Any]:
     """Have the runs follow each other; return the largest error of each, and how much the cache has served."""
     server = server_of("runs", weights.model, out)
     errors, tokens, first = [], 0, 0
-    with running([server]):
-        until_ready([server])
+    with ready(server):
         for mode in RUNS:
             config = april.Config(
                 rollout_batch_size=2, n_samples_per_prompt=2, generation="continuous", on_weight_update=mode,
@@ -94,8 +93,7 @@ def refused(weights: Updates, out: Path) -> str:
     keys = {"shared_storage_path": str(out / "keys")}
     connector = {"kv_connector": BY_TOKENS, "kv_role": "kv_both", "kv_connector_extra_config": keys}
     server.command = [*server.command, "--kv-transfer-config", json.dumps(connector)]
-    with running([server]):
-        until_ready([server])
+    with ready(server):
         config = april.Config(
             rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=8,
             engine={"kind": "vllm", "urls": [server.url]},

@@ -10,7 +10,7 @@ import typer
 
 from april.engines.vllm.plugin import BACKEND
 from tests.real_engines.environments import HERE, SGLANG, VLLM, environment, packaged
-from tests.real_engines.servers import Server
+from tests.real_engines.servers import Server, free_port
 
 QUIET = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 """No look-ups in the hub, no reports to anybody."""
@@ -26,14 +26,12 @@ VLLM_ON_CPU = QUIET | {
 
 
 def vllm_server(
-    name: str, model: Path, port: int, log: Path, *, open_routes: bool, context: int, in_flight: int = 256,
-    dtype: str = "float32",
-) -> Server:  # fmt: skip
-    """vLLM; ``open_routes``: in developer mode, with the token-in token-out routes and april's back-end for weights.
-
-    Else it is as a plain user has it.
+    name: str, model: Path, out: Path, *, open_routes: bool, context: int, in_flight: int = 256, dtype: str = "float32"
+) -> Server:
+    """vLLM, with its log in ``out``; ``open_routes``: in developer mode, with the token-in token-out routes and april's
+    back-end for weights. Else it is as a plain user has it.
     """
-    where = environment(VLLM)
+    where, port = environment(VLLM), free_port()
     command = [
         str(where / "bin" / "vllm"), "serve", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1",
         "--port", str(port), "--dtype", dtype, "--max-model-len", str(context), "--max-num-seqs", str(in_flight),
@@ -48,17 +46,17 @@ def vllm_server(
         "PYTHONPATH": str(packaged()) if open_routes else "",
         "PATH": f"{where / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
     }
-    return Server(name, command, port, log, "/health", settings)
+    return Server(name, command, port, out / f"{name}.log", "/health", settings)
 
 
 def sglang_server(
-    name: str, model: Path, port: int, log: Path, *, context: int, in_flight: int = 256, room: int = 65536,
-    dtype: str = "float32", experts: bool = False, images: bool = False,
+    name: str, model: Path, out: Path, *, context: int, in_flight: int = 256, room: int = 65536, dtype: str = "float32",
+    experts: bool = False, images: bool = False,
 ) -> Server:  # fmt: skip
     """One SGLang worker, with key-value memory for ``room`` tokens; ``experts``: it returns those of tokens;
     ``images``: its model takes them.
     """
-    where = environment(SGLANG)
+    where, port = environment(SGLANG), free_port()
     launch = [str(HERE / "sglang_on_cpu" / "launch_with_experts.py")] if experts else ["-m", "sglang.launch_server"]
     command = [
         str(where / "bin" / "python"), *launch, "--model-path", str(model), "--device", "cpu",
@@ -70,26 +68,27 @@ def sglang_server(
         *(["--mm-attention-backend", "sdpa"] if images else []),
     ]  # fmt: skip
     settings = QUIET | {"PYTHONPATH": str(HERE / "sglang_on_cpu"), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-    return Server(name, command, port, log, "/ready", settings)
+    return Server(name, command, port, out / f"{name}.log", "/ready", settings)
 
 
-def server_of(kind: str, model: Path, port: int, log: Path, *, context: int, in_flight: int = 256) -> Server:
+def server_of(kind: str, model: Path, out: Path, *, context: int, in_flight: int = 256) -> Server:
     """A server of this kind, with all routes open; raises typer.BadParameter for another word."""
     if kind == "vllm":
-        return vllm_server(kind, model, port, log, open_routes=True, context=context, in_flight=in_flight)
+        return vllm_server(kind, model, out, open_routes=True, context=context, in_flight=in_flight)
     if kind == "sglang":
         room = max(65536, in_flight * context)
-        return sglang_server(kind, model, port, log, context=context, in_flight=in_flight, room=room)
+        return sglang_server(kind, model, out, context=context, in_flight=in_flight, room=room)
     raise typer.BadParameter(f"there are servers of kind vllm and sglang, not of kind {kind}")
 
 
-def router_server(name: str, worker: Server, port: int, log: Path, metrics_port: int) -> Server:
+def router_server(name: str, worker: Server, out: Path) -> Server:
     """sglang-router in front of one worker, which must be ready before."""
+    port = free_port()
     command = [
         str(environment(SGLANG) / "bin" / "python"), "-m", "sglang_router.launch_router", "--host", "127.0.0.1",
         "--port", str(port), "--worker-urls", worker.url, "--policy", "round_robin",
-        "--prometheus-port", str(metrics_port),
+        "--prometheus-port", str(free_port()),
     ]  # fmt: skip
     # it imports SGLang, and so torchvision
     settings = QUIET | {"PYTHONPATH": str(HERE / "sglang_on_cpu")}
-    return Server(name, command, port, log, "/readiness", settings)
+    return Server(name, command, port, out / f"{name}.log", "/readiness", settings)

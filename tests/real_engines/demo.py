@@ -16,18 +16,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
-from pydantic import TypeAdapter
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from april.config.engines import EngineConfig
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.kinds.factory import open_servers
 from april.engines.protocol import Capabilities, Chunk, Engine, Health, Request
 from april.errors import AprilError
 from benchmarks.demo.arm import MAX_LEN, MODES, DemoSettings, Stage, Work
@@ -37,7 +34,7 @@ from benchmarks.study.training import Settings
 from benchmarks.study.warmup import build_model
 from tests.real_engines.commands import server_of
 from tests.real_engines.environments import ROOT
-from tests.real_engines.servers import Server, emptied, free_ports, program, running, until_ready
+from tests.real_engines.servers import Server, emptied, opened, program, ready
 
 CONTEXT = 512
 assert CONTEXT >= MAX_LEN, "the demo's longest response must fit"
@@ -101,13 +98,11 @@ class ServedEngine:
     """
 
     def __init__(self, settings: Settings, url: str, path: str, opened: Callable[[], None]) -> None:
-        self._config: Any = TypeAdapter(EngineConfig).validate_python(
-            {
-                "kind": settings.served, "urls": [url], "max_in_flight": settings.slots,
-                "first_weights": "present",  # loaded below, before the first token
-                "vocab_size": task.VOCAB_SIZE, "max_len": MAX_LEN, "eos_token_ids": [task.EOS_ID],
-            }
-        )  # fmt: skip
+        self._settings = {
+            "kind": settings.served, "urls": [url], "max_in_flight": settings.slots,
+            "first_weights": "present",  # loaded below, before the first token
+            "vocab_size": task.VOCAB_SIZE, "max_len": MAX_LEN, "eos_token_ids": [task.EOS_ID],
+        }  # fmt: skip
         self._path = path
         self._tell_opened = opened
         self._engine: Engine | None = None
@@ -116,14 +111,14 @@ class ServedEngine:
         self.in_flight = InFlight()
 
     async def _asked(self) -> Capabilities:
-        (engine,) = await open_servers(self._config)
+        engine = await opened(self._settings)
         await engine.close()
         return engine.capabilities
 
     async def _opened(self) -> Engine:
         async with self._opening:
             if self._engine is None:
-                (engine,) = await open_servers(self._config)
+                engine = await opened(self._settings)
                 await engine.pause()
                 await engine.update_weights(FIRST_VERSION, self._path)
                 await engine.resume()
@@ -134,7 +129,7 @@ class ServedEngine:
     @property
     def name(self) -> str:
         """The kind of server."""
-        return str(self._config.kind)
+        return str(self._settings["kind"])
 
     @property
     def capabilities(self) -> Capabilities:
@@ -255,11 +250,8 @@ def main(kind: Annotated[str, typer.Argument(help="vllm or sglang")]) -> None:
     # its weights are replaced before the first token; what counts is the shape
     write_model(build_model(0, for_servers=True), out / "model")
     with program():
-        (port,) = free_ports(1)
-        log = out / "server.log"
-        server = server_of(kind, out / "model", port, log, context=CONTEXT, in_flight=settings.slots)
-        with running([server]):
-            until_ready([server])
+        server = server_of(kind, out / "model", out, context=CONTEXT, in_flight=settings.slots)
+        with ready(server):
 
             def stage_of(settings: Settings, model: PreTrainedModel) -> Stage:
                 return ServerStage(settings, model, server, out / "weights")

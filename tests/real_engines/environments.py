@@ -89,13 +89,13 @@ def environment(recipe: Recipe, within: Path = ROOT / ".venv") -> Path:
         return where
     print(f"installing {recipe.name} into {where.relative_to(ROOT)}", flush=True)
     shutil.rmtree(where, ignore_errors=True)
-    _run([sys.executable, "-m", "venv", str(where)])
+    run([sys.executable, "-m", "venv", str(where)])
     pip = [str(where / "bin" / "python"), "-m", "pip"]
-    _run([*pip, "install", "--quiet", "--upgrade", "pip>=25.1"])
+    run([*pip, "install", "--quiet", "--upgrade", "pip>=25.1"])
     for call in recipe.pip:
-        _run([*pip, call[0], "--quiet", *call[1:]])
+        run([*pip, call[0], "--quiet", *call[1:]])
     if recipe.python_of:
-        _run([*pip, "download", "--quiet", "--no-deps", "--dest", str(where), recipe.python_of])
+        run([*pip, "download", "--quiet", "--no-deps", "--dest", str(where), recipe.python_of])
         _replace_python(where, recipe.python_of.partition("==")[0])
     if recipe.pretended is not None:
         _pretend(where, *recipe.pretended)
@@ -120,18 +120,19 @@ def packaged(within: Path = ROOT / ".venv") -> Path:
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     if not stamp.is_file() or stamp.read_text("utf-8") != digest:
         shutil.rmtree(where, ignore_errors=True)
-        _run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(where), str(ROOT)])
+        run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(where), str(ROOT)])
         stamp.write_text(digest, "utf-8")
     return where
 
 
-def _run(command: Sequence[str]) -> None:
+def run(command: Sequence[str], where: Path = HERE) -> None:
+    """Run a step of an installation. Raises CannotInstall with the end of what it has said."""
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, cwd=HERE
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, cwd=where
     )
     if done.returncode:
         last = "\n".join(done.stdout.splitlines()[-15:])
-        raise CannotInstall(f"`{' '.join(command[1:])}` ended with status {done.returncode}:\n{last}")
+        raise CannotInstall(f"`{' '.join(command[1:])[:200]}` ended with status {done.returncode}:\n{last}")
 
 
 def _replace_python(where: Path, package: str) -> None:

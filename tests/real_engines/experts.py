@@ -33,7 +33,7 @@ from april.core.versions import PolicyVersion
 from tests.real_engines.commands import sglang_server
 from tests.real_engines.environments import ROOT
 from tests.real_engines.models import CONTEXT, VOCAB_SIZE, Updates, make_experts
-from tests.real_engines.servers import emptied, end, free_ports, program, running, until_ready
+from tests.real_engines.servers import emptied, end, program, ready
 
 NEAR = 1e-4
 """Difference of two numbers of a router, in float32 of the order of 1, within which rounding decides."""
@@ -169,14 +169,10 @@ def at_sglang(
     weights: Weights, model: Path, updates: int, room: int, out: Path
 ) -> tuple[list[DeliveredSample], Figures]:
     """On a server that is started and stopped."""
-    (port,) = free_ports(1)
-    server = sglang_server(
-        "experts", model, port, out / "sglang.log", context=CONTEXT, in_flight=16, room=room, experts=True
-    )
+    server = sglang_server("sglang", model, out, context=CONTEXT, in_flight=16, room=room, experts=True)
     # it lets requests in as if they were short, and puts some back when its memory is full
     server.command = [*server.command, "--schedule-conservativeness", "0.05"]
-    with running([server]):
-        until_ready([server])
+    with ready(server):
         samples, figures = rollouts_at({"kind": "sglang", "urls": [server.url]}, weights, updates)
     put_back = re.findall(r"#retracted_reqs: (\d+)", server.log.read_text("utf-8"))
     return samples, figures | {"requests put back": sum(map(int, put_back))}

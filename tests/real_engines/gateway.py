@@ -47,7 +47,7 @@ from tests.real_engines.environments import ROOT, SGLANG_VERSION, VLLM_VERSION
 from tests.real_engines.models import CONTEXT, make_models
 from tests.real_engines.recording_proxy import RecordingProxy
 from tests.real_engines.scripted import HOLD, LIFT
-from tests.real_engines.servers import Server, emptied, free_ports, program, running, until_ready
+from tests.real_engines.servers import Server, emptied, program, ready, until_ready
 
 STREAMED = 4
 """Tokens per event: so an answer that is held has begun."""
@@ -302,22 +302,19 @@ def check_enforced(kind: str, server: Server, model: str, samples: int = 8) -> d
 
 
 def scripted_server(kind: str, model: Path, out: Path, hold: Path | None = None) -> Server:
-    (port,) = free_ports(1)
-    log = out / f"gateway-{kind}.log"
     if kind == "vllm":
-        server = vllm_server(kind, model, port, log, open_routes=True, context=CONTEXT)
+        server = vllm_server(kind, model, out, open_routes=True, context=CONTEXT)
         outputs = {"backend": "xgrammar", "disable_any_whitespace": True}
         script = ["--logits-processors", "tests.real_engines.scripted:VllmScript"]
         server.command = [*server.command, *script, "--structured-outputs-config", json.dumps(outputs)]
-        server.environment["PYTHONPATH"] += f":{ROOT}"
     elif kind != "sglang":
         raise typer.BadParameter(f"there are servers of kind vllm and sglang, not of kind {kind}")
     else:
-        server = sglang_server(kind, model, port, log, context=CONTEXT, room=64 * CONTEXT)
+        server = sglang_server(kind, model, out, context=CONTEXT, room=64 * CONTEXT)
         command = ["tests.real_engines.scripted" if word == "sglang.launch_server" else word for word in server.command]
         flags = "--enable-custom-logit-processor --disable-overlap-schedule --constrained-json-disable-any-whitespace"
         server.command = [*command, *flags.split()]
-        server.environment["PYTHONPATH"] += f":{ROOT}"
+    server.environment["PYTHONPATH"] += f":{ROOT}"
     server.environment[HOLD] = str(hold or "")
     return server
 
@@ -346,8 +343,7 @@ def main(
     models = make_models(out / "models", marks=MARKS)
     with program():
         server = scripted_server(kind, models["first"], out, hold)
-        with running([server]):
-            until_ready([server])
+        with ready(server):
             if not only:
                 print(f"  constraints: enforce {check_enforced(kind, server, str(models['first']))}", flush=True)
             report = asyncio.run(_suite(kind, server, models, hold, only or []))

@@ -32,7 +32,7 @@ from tests.real_engines.environments import ROOT
 from tests.real_engines.gateway import scripted_server
 from tests.real_engines.models import EOS, make_models
 from tests.real_engines.scripted import ANSWER
-from tests.real_engines.servers import Server, emptied, program, running, until_ready
+from tests.real_engines.servers import Server, emptied, program, ready
 
 SAYS = "the answer is 56, a tiny model counts to 7 and then to 49, then " * 4
 MODEL_PROCESSES = ("EngineCore", "sglang::scheduler")
@@ -160,8 +160,7 @@ def main(
     with program():
         server = scripted_server(kind, model, out)
         server.environment[ANSWER] = ",".join(map(str, answer))
-        with running([server]):
-            until_ready([server])
+        with ready(server):
             found = _rounds(kind, server, tokenizer, sessions, turns, rounds)
     _show(kind, found, len(answer), sessions, turns)
     rows = {arm: [{name: getattr(c, name) for name in Cost.__slots__} for c in found[arm]] for arm in ARMS}

@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 
 import april
-from april.core.batch import Batch, DeliveredSample
-from april.core.versions import PolicyVersion
-from tests.real_engines.image_models import image_processor
+from april.core.attachments import Attachment
+from april.core.batch import Batch
 from tests.real_engines.servers import NotKept
+from tests.tiny_vision import tiny_processor
 
 BATCHES, GROUPS, SAMPLES = 6, 6, 6
 RESPONSE_LEN = 160
@@ -50,13 +50,13 @@ def main(where: Path, kind: str, urls: Sequence[str]) -> None:
             versions[str(list(version))] = done
         for n in range(done + 1, BATCHES + 1):
             if n == BATCHES:
-                until_both(where, rollouts, len(urls))
+                until_both(where)
             batch = rollouts.next_batch()
-            write(where / f"batch-{n}.json", rows(where, batch, versions, lives))
+            whole(where / f"batch-{n}.json", json.dumps(rows(where, batch, versions, lives)).encode())
             if n < BATCHES:
                 versions[str(list(rollouts.weight_update(path=str(where / f"v{n}"))))] = n
             rollouts.validate()
-            write(where / f"sent-{lives}.json", sent(rollouts))
+            whole(where / f"sent-{lives}.json", json.dumps(sent(rollouts)).encode())
             state = {"done": n, "versions": versions, "lives": lives, "april": rollouts.state_dict()}
             whole(where / f"state-{n}", msgspec.msgpack.encode(state))
             print(f"batch {n}", flush=True)
@@ -67,7 +67,7 @@ def connected(config: april.Config, prompts: Sequence[Any]) -> april.RolloutSche
     for _ in range(PROBES):
         with suppress(april.EngineError):
             return april.RolloutScheduler(
-                config, prompts=prompts, reward=None, processor=image_processor(), progress=False
+                config, prompts=prompts, reward=None, processor=tiny_processor(), progress=False
             )
     raise NotKept(f"the servers could not be asked, {PROBES} times")
 
@@ -81,7 +81,7 @@ def newest(where: Path) -> dict[str, Any] | None:
     return state
 
 
-def until_both(where: Path, rollouts: april.RolloutScheduler, count: int) -> None:
+def until_both(where: Path) -> None:
     """Wait for the server that was started anew; the last update was with it, or gives it the weights again."""
     began = time.monotonic()
     while not (where / "both").exists():
@@ -91,45 +91,28 @@ def until_both(where: Path, rollouts: april.RolloutScheduler, count: int) -> Non
 
 
 def rows(where: Path, batch: Batch, versions: dict[str, int], lives: int) -> list[dict[str, Any]]:
-    """What is compared of each response."""
-    names = {april_digest(file): f"images/{file.name}" for file in (where / "images").iterdir()}
-    return [row(sample, names, versions, lives) for sample in batch.samples]
-
-
-def april_digest(file: Path) -> str:
-    """The name by which april knows an image."""
-    from april.core.attachments import Attachment
-
-    return Attachment.of("image", file.read_bytes()).digest
-
-
-def row(sample: DeliveredSample, names: dict[str, str], versions: dict[str, int], lives: int) -> dict[str, Any]:
-    """One response; its segments name the weights."""
-    segments = [
-        {"start": s.start, "count": s.count, "engine": s.engine, "weights": versions[str(list(s.version))]}
-        for s in sample.segments
-    ]
-    ids = [*sample.prompt.token_ids.tolist()]
-    return {
-        "prompt": ids, "tokens": sample.tokens.tolist(), "logprobs": sample.logprobs.tolist(), "segments": segments,
-        "images": [names[placed.attachment.digest] for placed in sample.attached], "resumes": sample.resumes,
-        "restarted": lives > 1 and first_life(sample.segments[0].version),
-    }  # fmt: skip
-
-
-def first_life(version: PolicyVersion) -> bool:
-    """It was begun before the trainer was killed."""
-    return version.incarnation == 0
+    """What is compared of each response; its segments name the weights."""
+    files = (where / "images").iterdir()
+    names = {Attachment.of("image", file.read_bytes()).digest: f"images/{file.name}" for file in files}
+    return [
+        {
+            "prompt": sample.prompt.token_ids.tolist(), "tokens": sample.tokens.tolist(),
+            "logprobs": sample.logprobs.tolist(), "resumes": sample.resumes,
+            "segments": [
+                {"start": s.start, "count": s.count, "engine": s.engine, "weights": versions[str(list(s.version))]}
+                for s in sample.segments
+            ],
+            "images": [names[placed.attachment.digest] for placed in sample.attached],
+            # it was begun before the trainer was killed
+            "restarted": lives > 1 and sample.segments[0].version.incarnation == 0,
+        }
+        for sample in batch.samples
+    ]  # fmt: skip
 
 
 def sent(rollouts: april.RolloutScheduler) -> dict[str, dict[str, int]]:
     """By server: how often each image's bytes went there."""
     return {engine.name: dict(engine.attachments.sendings) for engine in rollouts.engines}  # type: ignore[attr-defined]
-
-
-def write(path: Path, value: Any) -> None:
-    """As JSON, whole or not at all."""
-    whole(path, json.dumps(value).encode())
 
 
 def whole(path: Path, data: bytes) -> None:

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,28 +31,24 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 from transformers.utils.logging import disable_progress_bar
 
-from april.config.engines import SglangEngineConfig, VllmEngineConfig
 from april.core.attachments import Attachment, Placed
-from april.engines.kinds.factory import open_servers
-from april.engines.protocol import Engine, Request
+from april.engines.protocol import Request
 from april.testing import conformance
 from april.testing.conformance import CHECKS, Outcome, Shown, Subject, Weights
 from tests.real_engines.commands import sglang_server, vllm_server
 from tests.real_engines.environments import ROOT
 from tests.real_engines.image_models import (
     CONTEXT,
-    IMAGE_PAD,
     PLACEHOLDERS,
     VISION_END,
     VISION_START,
     change,
     image_model,
-    image_processor,
     save_image_model,
-    tokenizer,
 )
 from tests.real_engines.image_trainer import BATCHES, GROUPS, SAMPLES
-from tests.real_engines.servers import NotKept, Server, emptied, free_ports, program, running, until_ready
+from tests.real_engines.servers import NotKept, Server, emptied, opened, program, ready, until_ready
+from tests.tiny_vision import IMAGE_ID, tiny_processor, tiny_tokenizer
 
 BOUND = 1e-4
 """Nats, float32 on both sides."""
@@ -64,7 +61,6 @@ IMAGES = 40
 KILLED_AFTER, SERVER_KILLED_AFTER = 2, 3
 """Batches before the trainer, and one of the servers, is killed."""
 PATIENCE_S = 900.0
-Kinds = {"vllm": vllm_server, "sglang": sglang_server}
 
 
 def main(
@@ -83,9 +79,8 @@ def main(
 def run(kind: str, where: Path) -> dict[str, Any]:
     make_versions(where)
     make_prompts(where)
-    servers = [server_of(kind, i, where, port) for i, port in enumerate(free_ports(2))]
-    with running(servers):
-        until_ready(servers)
+    servers = [server_of(kind, i, where) for i in range(2)]
+    with ready(*servers):
         began = time.monotonic()
         train(kind, where, servers)
         took = time.monotonic() - began
@@ -93,13 +88,11 @@ def run(kind: str, where: Path) -> dict[str, Any]:
     return check(kind, where) | {"seconds of training": round(took), "promises": promises}
 
 
-def server_of(kind: str, number: int, where: Path, port: int) -> Server:
-    log = where / f"server-{number}.log"
+def server_of(kind: str, number: int, where: Path) -> Server:
+    name, model = f"{kind}-{number}", where / "v0"
     if kind == "vllm":
-        return vllm_server(f"vllm-{number}", where / "v0", port, log, open_routes=True, context=CONTEXT,
-                           in_flight=IN_FLIGHT)  # fmt: skip
-    return sglang_server(f"sglang-{number}", where / "v0", port, log, context=CONTEXT, in_flight=IN_FLIGHT,
-                         room=32768, images=True)  # fmt: skip
+        return vllm_server(name, model, where, open_routes=True, context=CONTEXT, in_flight=IN_FLIGHT)
+    return sglang_server(name, model, where, context=CONTEXT, in_flight=IN_FLIGHT, room=32768, images=True)
 
 
 def make_versions(where: Path) -> None:
@@ -119,7 +112,7 @@ def make_prompts(where: Path) -> None:
         height, width = (168, 224) if i % 2 else (112, 140)
         pixels = rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(where / "images" / f"{i}.png")
-    words, prompts = tokenizer(), []
+    words, prompts = tiny_tokenizer(), []
     for i in range(IMAGES):
         shown = [i] if i % 5 else [i, (i + 7) % IMAGES]
         seen = "and".join("<|vision_start|><|image_pad|><|vision_end|>" for _ in shown)
@@ -181,13 +174,13 @@ def last_lines(where: Path) -> str:
 def hold_to_promises(kind: str, where: Path, server: Server) -> dict[str, str]:
     """The checks of the conformance suite that are about images; raises NotKept unless all are passed."""
     reference = Reference(kind, where)
-    seen_as = [VISION_START, *[IMAGE_PAD] * 48, VISION_END]  # without its marks SGLang takes an image for text
+    seen_as = [VISION_START, *[IMAGE_ID] * 48, VISION_END]  # without its marks SGLang takes an image for text
     ids = [1, *seen_as, 301, 302]
     one, other = (Attachment.of("image", (where / "images" / f"{i}.png").read_bytes()) for i in (1, 3))
     both = [1, *seen_as, *seen_as, 302]
-    shown = [Shown(ids, [Placed(a, 2, 48, (IMAGE_PAD,))]) for a in (one, other)]
+    shown = [Shown(ids, [Placed(a, 2, 48, (IMAGE_ID,))]) for a in (one, other)]
     for first, second in ((one, other), (other, one)):
-        shown.append(Shown(both, [Placed(first, 2, 48, (IMAGE_PAD,)), Placed(second, 52, 48, (IMAGE_PAD,))]))
+        shown.append(Shown(both, [Placed(first, 2, 48, (IMAGE_ID,)), Placed(second, 52, 48, (IMAGE_ID,))]))
 
     def weights(n: int) -> Weights:
         def seen(request: Request, response: list[int]) -> Any:
@@ -196,12 +189,8 @@ def hold_to_promises(kind: str, where: Path, server: Server) -> dict[str, str]:
 
         return Weights(str(where / f"v{n}"), seen=seen)
 
-    async def opened() -> Engine:
-        (engine,) = await open_servers(config)
-        return engine
-
-    config = VllmEngineConfig(urls=(server.url,)) if kind == "vllm" else SglangEngineConfig(urls=(server.url,))
-    subject = Subject(open=opened, shown=shown, now=weights(BATCHES - 1), other=weights(1))
+    opens = partial(opened, {"kind": kind, "urls": [server.url]})
+    subject = Subject(open=opens, shown=shown, now=weights(BATCHES - 1), other=weights(1))
     checks = [one for one in CHECKS if one.name == "banned_ids" or one.name.startswith("attached")]
     verdicts = asyncio.run(conformance.run(subject, checks)).verdicts
     if amiss := [str(verdict) for verdict in verdicts if verdict.outcome is not Outcome.PASSED]:
@@ -217,7 +206,7 @@ class Reference:
 
     def __init__(self, kind: str, where: Path) -> None:
         self._where, self._models = where, {}  # type: Path, dict[int, Any]
-        self._processor: Any = image_processor()
+        self._processor: Any = tiny_processor()
         # SGLang says those after the ban, vLLM those before it
         self._banned = list(PLACEHOLDERS) if kind == "sglang" else []
 
@@ -237,7 +226,7 @@ class Reference:
         ids = torch.tensor([[*prompt, *tokens]])
         return self._models[weights](
             input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=seen["pixel_values"],
-            image_grid_thw=seen["image_grid_thw"], mm_token_type_ids=(ids == IMAGE_PAD).int(),
+            image_grid_thw=seen["image_grid_thw"], mm_token_type_ids=(ids == IMAGE_ID).int(),
         ).logits[0, len(prompt) - 1 : -1].float()  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from tests.real_engines.environments import ROOT
 from tests.real_engines.going_on import NothingMoves, going_on
 from tests.real_engines.models import CONTEXT, VOCAB_SIZE, Updates, make_models
 from tests.real_engines.replay import Replay
-from tests.real_engines.servers import Server, emptied, free_ports, program, running, until_ready
+from tests.real_engines.servers import Server, emptied, end, program, ready
 
 BOUND = 1e-4
 """Nats, float32 on both sides."""
@@ -65,19 +65,14 @@ def main(
             found["exact"][mode] = exact(mode, weights, updates, out)
             print(f"  {json.dumps(found['exact'][mode])}", flush=True)
         wrong = [f"{mode}: {why}" for mode, figures in found["exact"].items() for why in judge(mode, figures, updates)]
-        for line in wrong:
-            print(f"BROKEN: {line}", flush=True)
         if contexts:
             found["costs"] = costs([int(c) for c in contexts.split(",")], out)
     (out / "keep.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-    raise typer.Exit(1 if wrong else 0)
+    end(wrong)
 
 
 def server_of(name: str, model: Path, out: Path, *, blocks: int | None = None, in_flight: int = ASKED) -> Server:
-    (port,) = free_ports(1)
-    server = vllm_server(
-        name, model, port, out / f"{name}.log", open_routes=True, context=CONTEXT, in_flight=in_flight
-    )
+    server = vllm_server(name, model, out, open_routes=True, context=CONTEXT, in_flight=in_flight)
     if blocks is not None:
         server.command = [*server.command, "--num-gpu-blocks-override", str(blocks)]
     return server
@@ -103,8 +98,7 @@ def exact(mode: str, weights: Updates, updates: int, out: Path) -> dict[str, Any
     )  # fmt: skip
     samples: list[DeliveredSample] = []
     metrics: list[dict[str, float]] = []
-    with running([server]):
-        until_ready([server])
+    with ready(server):
         prompts = prompts_of(LENGTHS, 4 * updates)
         with april.RolloutScheduler(config, prompts=prompts, reward=lambda prompt, response: 0.0) as rollouts:
             done = 0
@@ -176,8 +170,7 @@ def costs(contexts: Sequence[int], out: Path) -> dict[str, Any]:
     weights = Updates(where, out / "mid-weights")
     server = server_of("costs", where, out)
     found: dict[str, Any] = {}
-    with running([server]):
-        until_ready([server])
+    with ready(server):
         for context in contexts:
             for mode in MODES:
                 found[f"{context} tokens, {mode}"] = cost(mode, context, weights, server)

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-from tokenizers import models as tokenizer_models
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
@@ -23,6 +21,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from transformers.utils.logging import disable_progress_bar
+
+from tests.tiny_tokenizers import byte_level
 
 VOCAB_SIZE = 512
 CONTEXT = 4096
@@ -111,17 +111,8 @@ class Updates:
 
 def _tokenizer(eos: bool, marks: Sequence[str]) -> PreTrainedTokenizerFast:
     """Byte level, as Qwen's own."""
-    bpe = Tokenizer(tokenizer_models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        (f"a tiny model counts to {n}, then to {n * 7}, and the answer is {n * 8}" for n in range(2000)),
-        trainers.BpeTrainer(
-            vocab_size=VOCAB_SIZE, special_tokens=list(marks),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-        ),
-    )  # fmt: skip
+    lines = (f"a tiny model counts to {n}, then to {n * 7}, and the answer is {n * 8}" for n in range(2000))
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=bpe, eos_token=END if eos else None, chat_template=CHAT,
+        tokenizer_object=byte_level(lines, VOCAB_SIZE, marks), eos_token=END if eos else None, chat_template=CHAT,
         pad_token="<|endoftext|>",  # noqa: S106 - no secret
     )  # fmt: skip

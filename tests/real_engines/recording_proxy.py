@@ -196,6 +196,10 @@ class RecordingProxy:
 
     # ---------------------------------------------------------------- one exchange
 
+    def _servers(self, request: web.Request) -> Iterable[str]:
+        """Addresses that are asked one after the other until one answers."""
+        return (self._server,)
+
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         exchange = self._exchange(request, body)
@@ -229,12 +233,14 @@ class RecordingProxy:
     async def _answer(self, request: web.Request, body: bytes, exchange: Exchange) -> web.StreamResponse:
         assert self._session is not None
         headers = [(k, v) for k, v in request.headers.items() if k.lower() not in _HOP_BY_HOP]
-        try:
-            upstream = await self._session.request(
-                request.method, self._server + request.raw_path, data=body or None, headers=headers,
-                allow_redirects=False,
-            )  # fmt: skip
-        except aiohttp.ClientError:
+        for server in self._servers(request):
+            with suppress(aiohttp.ClientError):
+                upstream = await self._session.request(
+                    request.method, server + request.raw_path, data=body or None, headers=headers,
+                    allow_redirects=False,
+                )  # fmt: skip
+                break
+        else:
             return _hang_up(request, web.Response(status=502))
         async with upstream:
             exchange.status = upstream.status

@@ -24,9 +24,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from transformers import AutoModelForCausalLM
 
 import april
@@ -37,7 +38,7 @@ from tests.real_engines.commands import vllm_server
 from tests.real_engines.environments import ROOT
 from tests.real_engines.fault_proxy import Fault, FaultProxy, Plan
 from tests.real_engines.models import make_models
-from tests.real_engines.servers import NotKept, Server, free_ports, running, until_ready
+from tests.real_engines.servers import NotKept, Server, end, program, ready, until_ready
 from tests.real_engines.weight_routes import change, logprobs
 
 LIMIT_S = 5.0
@@ -73,7 +74,8 @@ class Trainer:
 
     def now_is(self, version: PolicyVersion) -> None:
         """Keep a copy for what is generated under this version."""
-        self.versions = {version: copy.deepcopy(self.model), **dict(list(self.versions.items())[: self.keeps - 1])}
+        others = [(v, model) for v, model in self.versions.items() if v != version]  # another run may have had it, too
+        self.versions = {version: copy.deepcopy(self.model), **dict(others[: self.keeps - 1])}
 
     def check(self, batch: Batch) -> set[str]:
         """Compare every token with its version's model; returns the engines that made them.
@@ -287,28 +289,22 @@ def trainer(model: str, urls: Sequence[str]) -> None:
             rollouts.weight_update(weights=sent(whole))
 
 
-def main(only: str = "") -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that all servers are stopped then, too
-    with tempfile.TemporaryDirectory() as folder:
+def main(only: Annotated[str, typer.Argument(help="Cases whose names have it, a regular expression.")] = "") -> None:
+    """All cases with two servers and with one, and a trainer that is killed."""
+    with program(), tempfile.TemporaryDirectory() as folder:
         model = make_models(Path(folder))["first"]
-        servers = [
-            vllm_server(f"vllm-{i}", model, port, Path(folder) / f"{i}.log", open_routes=True, context=512)
-            for i, port in enumerate(free_ports(2))
-        ]
-        with running(servers), proxies_before(servers) as proxies:
-            until_ready(servers)
+        servers = [vllm_server(f"vllm-{i}", model, Path(folder), open_routes=True, context=512) for i in range(2)]
+        with ready(*servers), proxies_before(servers) as proxies:
             matrix = Matrix(servers, proxies, model)
             for count in (2, 1):
                 matrix.run(count, only)
             if re.search(only, "killed trainer"):
                 matrix._told("killed trainer", matrix.killed_trainer)
-    for line in matrix.wrong:
-        print(f"BROKEN: {line}")
-    return 1 if matrix.wrong else 0
+    end(matrix.wrong)
 
 
 if __name__ == "__main__":
     if "--trainer" in sys.argv:
         trainer(sys.argv[2], sys.argv[3:])
     else:
-        sys.exit(main(*sys.argv[1:2]))
+        typer.run(main)

@@ -15,12 +15,17 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from pydantic import TypeAdapter
+
+from april.config.engines import EngineConfig
+from april.engines.kinds.factory import open_servers
+from april.engines.protocol import Engine
 from tests.real_engines.environments import CannotInstall
 
 START_S = 600.0
@@ -169,12 +174,33 @@ def until_ready(servers: Sequence[Server]) -> None:
         time.sleep(0.5)
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+@contextmanager
+def ready(*servers: Server) -> Iterator[None]:
+    """Start servers, wait for them, and stop them at the end; raises ServerFailed."""
+    with running(servers):
+        until_ready(servers)
+        yield
+
+
+def free_port() -> int:
+    """A port that nobody has; another one at every call."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+    if port in _given:
+        return free_port()
+    _given.add(port)
+    return port
+
+
+_given: set[int] = set()
+
+
+async def opened(settings: Mapping[str, Any]) -> Engine:
+    """The engine before servers with these settings of ``engine``."""
+    config: Any = TypeAdapter(EngineConfig).validate_python(settings)
+    (engine,) = await open_servers(config)
+    return engine
 
 
 @contextmanager

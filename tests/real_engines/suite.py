@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from pydantic import TypeAdapter
 
-from april.config.engines import EngineConfig
-from april.engines.kinds.factory import open_servers
-from april.engines.protocol import Engine
 from april.testing.conformance import Report, Subject, Verdict, Weights, hugging_face, run
 from tests.real_engines.commands import VLLM_ON_CPU
 from tests.real_engines.environments import ROOT, ROUTER_VERSION, SGLANG_VERSION, VLLM, VLLM_VERSION, environment
 from tests.real_engines.models import EOS, VOCAB_SIZE
 from tests.real_engines.recording_proxy import RecordingProxy
-from tests.real_engines.servers import Server, ServerFailed
+from tests.real_engines.servers import Server, ServerFailed, opened
 
 LONG_TOKENS = {"vllm": 1200, "openai": 1200, "sglang": 1000}
 """By kind of engine: what is to be cut must still run when a busy client asks for it."""
@@ -70,13 +67,8 @@ async def test_column(column: Column, models: dict[str, Path], aborts: int) -> R
             fields |= {"urls": [column.server.url], "router": proxy.url}
         if column.kind == "openai":
             fields |= OPENAI
-        config: Any = TypeAdapter(EngineConfig).validate_python(fields)
-
-        async def opened() -> Engine:
-            return (await open_servers(config))[0]
-
         return await run(Subject(
-            open=opened, name=column.name, version=column.version, now=now, other=other, kill=kill,
+            open=partial(opened, fields), name=column.name, version=column.version, now=now, other=other, kill=kill,
             compare_with_wire=proxy.compare,
             aborts=aborts, long_tokens=LONG_TOKENS[column.kind], patience_s=PATIENCE_S,
         ), watch=tell)  # fmt: skip

@@ -32,7 +32,7 @@ from tests.real_engines.commands import server_of
 from tests.real_engines.environments import ROOT
 from tests.real_engines.memory import peak_growth
 from tests.real_engines.pretrained import questions, smollm2
-from tests.real_engines.servers import NotKept, Server, free_ports, program, running, until_ready
+from tests.real_engines.servers import NotKept, Server, program, ready
 
 APART = 0.1
 """Fewest nats by which an update moves some log-probability of fixed tokens."""
@@ -110,8 +110,8 @@ def one_update(rollouts: Any, route: str, model: Any, folder: Path, server: Serv
     return version, Cost(took, own_cpu() - here, server.cpu_s() - there, grown.bytes / 1e6)
 
 
-def measured(kind: str, server: Server, model_folder: Path, updates: int, work: Path) -> bool:
-    """Both routes in turns; prints what they took. False: a promise is broken."""
+def measured(kind: str, server: Server, model_folder: Path, updates: int, work: Path) -> None:
+    """Both routes in turns; prints what they took. Raises NotKept."""
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     model.eval()
     prompts = questions(model_folder)
@@ -148,7 +148,6 @@ def measured(kind: str, server: Server, model_folder: Path, updates: int, work: 
             f"  {route:10} {_spread([c.seconds for c in found])} s; CPU here {_spread([c.here_s for c in found])} s, "
             f"server {_spread([c.server_s for c in found])} s; memory here + {max(c.grown_mb for c in found):.0f} MB"
         )
-    return True
 
 
 def _spread(values: list[float]) -> str:
@@ -172,12 +171,11 @@ def main(
     """Start a server, hand weights over, stop it."""
     with program(april.AprilError), tempfile.TemporaryDirectory() as folder:
         where = model or smollm2()
-        (port,) = free_ports(1)
-        server = server_of(kind, where, port, Path(folder) / "log", context=CONTEXT, in_flight=16)
-        with running([server]):
-            until_ready([server])
-            right = not updates or measured(kind, server, where, updates, Path(folder))
-            right = sharded(kind, server, where) and right
+        server = server_of(kind, where, Path(folder), context=CONTEXT, in_flight=16)
+        with ready(server):
+            if updates:
+                measured(kind, server, where, updates, Path(folder))
+            right = sharded(kind, server, where)
     sys.exit(0 if right else 1)
 
 

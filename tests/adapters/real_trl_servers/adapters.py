@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from april.adapters.trl import rollout
 from tests.real_engines.adapters import adapters_on
 from tests.real_engines.models import make_models
-from tests.real_engines.servers import Server, free_ports, running, until_ready
+from tests.real_engines.servers import Server, ready
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "real_trl"))
 
@@ -31,10 +31,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, P
     """A server that takes adapters, and the directory of its model."""
     folder = tmp_path_factory.mktemp("vllm")
     model = make_models(folder / "models")["first"]
-    (port,) = free_ports(1)
-    server = adapters_on("vllm", model, port, folder / "server.log")
-    with running([server]):
-        until_ready([server])
+    server = adapters_on("vllm", model, folder)
+    with ready(server):
         yield server, model
 
 

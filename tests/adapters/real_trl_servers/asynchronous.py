@@ -21,7 +21,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 from april.adapters.trl import AprilAsyncGRPOTrainer, rollout_worker
 from tests.real_engines.commands import vllm_server
 from tests.real_engines.models import make_models
-from tests.real_engines.servers import Server, free_ports, running, until_ready
+from tests.real_engines.servers import Server, ready
 
 GROUPS, SAMPLES, ROWS, LONGEST, STEPS, SAVED, KILLED = 4, 4, 200, 300, 8, 2, 4
 TEMPERATURE = 1.0  # the servers return log-probabilities at this temperature, unless they are started otherwise
@@ -53,12 +53,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Serv
     """Two servers and the directory of their model."""
     folder = tmp_path_factory.mktemp("vllm")
     model = make_models(folder / "models")["first"]
-    servers = [
-        vllm_server(f"vllm {i}", model, port, folder / f"{i}.log", open_routes=True, context=512)
-        for i, port in enumerate(free_ports(2))
-    ]
-    with running(servers):
-        until_ready(servers)
+    servers = [vllm_server(f"vllm {i}", model, folder, open_routes=True, context=512) for i in range(2)]
+    with ready(*servers):
         yield servers, model
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.real_engines.commands import vllm_server
 from tests.real_engines.models import make_models
-from tests.real_engines.servers import free_ports, running, until_ready
+from tests.real_engines.servers import ready
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "real_trl"))
 
@@ -26,11 +26,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
     """Of both ranks, after four trainings on one server."""
     folder = tmp_path_factory.mktemp("vllm")
     shutil.copytree(make_models(folder / "models")["first"], folder / "model")
-    (port,) = free_ports(1)
-    server = vllm_server("vllm", folder / "model", port, folder / "server.log", open_routes=True, context=512)
+    server = vllm_server("vllm", folder / "model", folder, open_routes=True, context=512)
     (folder / "url").write_text(server.url, "utf-8")
-    with running([server]):
-        until_ready([server])
+    with ready(server):
         return ranks.run("servers", folder)
 
 
