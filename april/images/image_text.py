@@ -1,5 +1,5 @@
-"""Replaces image placeholders by the tokens of images. Some processors, as Gemma's, write text around an image. Then this
-is more than inserting tokens, because the tokenizer may merge that text with the tokens beside it.
+"""Replaces image placeholders by the tokens of images. Some processors, as Gemma's, write text around an image. Then
+this is more than inserting tokens, because the tokenizer may merge that text with the tokens beside it.
 """
 
 from __future__ import annotations
