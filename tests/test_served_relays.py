@@ -261,17 +261,6 @@ async def test_the_process_between_is_started_anew(kind: str, tmp_path: Path) ->
         assert (await client.health()).current
 
 
-async def test_an_update_that_fails_there_fails_here(tmp_path: Path) -> None:
-    """A directory without weights is refused, and the engine goes on under what it has."""
-    async with relayed("vllm") as (_, _, client):
-        empty = tmp_path / "empty"
-        empty.mkdir()
-        with pytest.raises(EngineError, match="contains no weights"):
-            await update(client, ONE, str(empty))
-        assert set((await read(client, request())).versions) == {FIRST_VERSION}
-        assert (await client.health()).current
-
-
 def test_settings_name_the_servers_that_a_process_stands_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """One port after the other; a kind without servers is refused. What stands before them is closed at the end."""
     asked: list[tuple[str, int]] = []

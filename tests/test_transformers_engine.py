@@ -391,17 +391,6 @@ def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
         TransformersEngine(tiny_model(), **options)
 
 
-def test_threads_are_left_alone() -> None:
-    """torch's thread count is the whole process's."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        TransformersEngine(tiny_model())
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 # ---------------------------------------------------------------- stop strings
 
 KIND = "text"
