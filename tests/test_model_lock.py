@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from test_shared_weights import _broken_stream, _config
-from tiny_models import apart, at_call, tiny_engine, tiny_model, tiny_request
+from tiny_models import V1, apart, at_call, tiny_engine, tiny_model, tiny_request
 
 import april
 from april.concurrency.model_lock import model_lock_of
@@ -246,6 +246,8 @@ async def test_a_model_that_is_never_switched_back_ends_the_wait(monkeypatch: py
         WeightsInUse, match=r"was switched and not switched back \(adapter_off of model.layers.0.mlp is True,"
     ):
         await engine.quiet()
+    with pytest.raises(WeightsInUse):  # and afterwards the engine generates as before
+        await engine.update_weights(V1, "a directory")
     flag.adapter_off = False
     await engine.quiet()
     flag.adapter_off = True

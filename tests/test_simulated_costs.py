@@ -64,11 +64,10 @@ def test_closed_form_is_the_sum_of_single_steps(cost: DecodeCost, steps: int, n:
 @settings(derandomize=True, deadline=None)
 @given(costs, st.floats(0.0, 1e4), st.integers(0, 4096), st.integers(0, 10**7))
 def test_inverse_is_the_largest_number_of_whole_steps(cost: DecodeCost, seconds: float, n: int, kv: int) -> None:
-    """steps_within is exact: that many steps fit, one more does not; a negative time holds none."""
+    """steps_within is exact: that many steps fit, one more does not."""
     k = cost.steps_within(seconds, n, kv)
 
     assert cost.steps_s(k, n, kv) <= seconds < cost.steps_s(k + 1, n, kv)
-    assert cost.steps_within(-1.0, n, kv) == 0
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,6 @@ def test_presets_have_the_published_coefficients(
         (lambda: limit_s(DecodeCost(1.0, 0.0, 0.0), [], 1), "non-empty"),
         (lambda: limit_s(DecodeCost(1.0, 0.0, 0.0), [1], 0), "in_flight"),
         (lambda: LognormalLengths(0, 0.1, 0.1), "median >= 1"),
-        (lambda: LognormalLengths.split(100, 0.8, 1.5), "between_share"),
         (lambda: LognormalLengths(100, 0.1, 0.1, cap=0), "cap"),
         (lambda: TraceLengths([]), "empty"),
         (lambda: TraceLengths([3, 0]), "entry 2"),
@@ -199,7 +197,7 @@ def decoded(cost: DecodeCost, workload: list[tuple[int, int]], places: int) -> l
 
 EVERY_KIND: list[ResponseLengths] = [
     LognormalLengths(7, 0.0, 0.0),
-    LognormalLengths.split(2500, 0.8, 0.25, cap=16_384, seed=1),
+    LognormalLengths(2500, 0.4, 0.7, cap=16_384, seed=1),
     TraceLengths([5, 6, 7, 1000], seed=2),
     TraceLengths([[1, 2, 3], [40, 50], [600]], seed=2),
 ]
