@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,20 +116,14 @@ def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> No
         make()
 
 
-def started(cost: DecodeCost, lengths: Sequence[int] | np.ndarray[Any, Any]) -> SimulatedDecoder:
-    """A decoder of 64 slots with these responses to prompts of 150 tokens."""
-    decoder = SimulatedDecoder(cost, max_running=64)
-    for index, length in enumerate(lengths):
-        decoder.add(str(index), 150, int(length))
-    return decoder
-
-
 def test_limit_formula_matches_a_full_simulated_engine() -> None:
     """An engine that is always full and never paused makes the limit's tokens per second, to one percent."""
     cost = roofline("r1-distill-1.5b", "mi300x")
     groups = LognormalLengths(2500, 0.4, 0.7, 16_384, seed=5)
     lengths = np.concatenate([groups.group(g, 8) for g in range(2000)])
-    decoder = started(cost, lengths)
+    decoder = SimulatedDecoder(cost, max_running=64)
+    for index, length in enumerate(lengths):
+        decoder.add(str(index), 150, int(length))
     while decoder.waiting:
         decoder.advance(decoder.next_event_time())
 
