@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from msgspec import structs
-from served_lives import KEY, Life, Process, TrueEngine, logprobs_of, says
+from served_lives import KEY, Life, Process, TrueEngine, connections_of, logprobs_of, says
 from server_fixtures import Got, read, request
 from socket_clock import run_with_sockets
 
@@ -342,8 +342,7 @@ async def test_a_broken_connection_ends_its_requests_at_once() -> None:
         got = Got()
         running = asyncio.ensure_future(read(client, long(), got))
         await some(got)
-        listener: Any = server._listener
-        for connection in listener._runner.server.connections:
+        for connection in connections_of(server):
             connection.transport.abort()
         began = asyncio.get_running_loop().time()
         await running
@@ -551,7 +550,6 @@ async def test_texts_that_no_message_can_hold_are_told_in_part() -> None:
         assert "surrogates not allowed" in health.detail
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_cannot_send_is_closed() -> None:
     """So that its reader ends, and with it the requests that wait for answers."""
 

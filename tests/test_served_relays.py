@@ -12,6 +12,7 @@ import pytest
 from fake_servers.base import PlannedFault, RequestFault, uncut
 from msgspec.structs import replace
 from real_schedulers import reward
+from served_lives import connections_of
 from server_fixtures import BOTH, KINDS, PROMPT, Got, ServerThread, read, request, settings, until, update
 from test_kept_requests import LONG, saved
 from test_server_schedulers import MAX_LEN, STEPS, prompts, train
@@ -45,10 +46,8 @@ class Relay:
 
     async def stop(self) -> None:
         for server in self.served:
-            listener: Any = server._listener
-            for connection in list(listener._runner.server.connections):
-                if connection.transport is not None:
-                    connection.transport.abort()
+            for connection in connections_of(server):
+                connection.transport.abort()
             await server.close()
             await server.engine.close()
         self.served.clear()

@@ -37,11 +37,6 @@ def silent(what: str, total: int) -> Callable[..., None]:
     return lambda done: None
 
 
-def trace(path: Path, *lines: object) -> Path:
-    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n", "utf-8")
-    return path
-
-
 def test_refill_comes_close_to_the_limit_on_the_reference_workload() -> None:
     """At least 93 % of the limit with as many samples in flight, and nothing beyond max_staleness."""
     w = Workload(steps=11, ramp=5)

@@ -57,6 +57,9 @@ class ImagePlacer:
         ConfigError: the object is not such a processor, or april cannot reproduce how it expands prompts.
     """
 
+    kind = IMAGE
+    """Kind of the attachments that this class places."""
+
     def __init__(self, processor: Any, limits: ImagesConfig | None = None) -> None:
         self.limits = ImagesConfig() if limits is None else limits
         self.reader = ImageReader(self.limits)
@@ -147,11 +150,6 @@ class ImagePlacer:
             raise ConfigError(
                 f"{self.name} rejects an image of {width} x {height} pixels: {clean(error)}"
             ) from error
-
-    @property
-    def kind(self) -> str:
-        """Kind of the attachments that this class places."""
-        return IMAGE
 
     # ---------------------------------------------------------------- text
 

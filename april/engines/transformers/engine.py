@@ -571,8 +571,7 @@ class TransformersEngine(EngineBase):
 
     def reads(self, model: Any) -> bool:
         """Return True if the parameters of ``model`` are the same objects as those of the engine's model."""
-        ours, theirs = list(self._model.parameters()), list(model.parameters())
-        return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
+        return list(map(id, self._model.parameters())) == list(map(id, model.parameters()))
 
     async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
         """Copy tensors of another model into this one, in place; :meth:`update_weights` puts them into use.
