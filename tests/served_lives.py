@@ -141,6 +141,11 @@ class TrueEngine:
         pass
 
 
+def connections_of(server: Any) -> list[Any]:
+    """The connections of an engine's server that are open."""
+    return [c for c in server._listener._runner.server.connections if c.transport is not None]
+
+
 class Process:
     """A server with its engine, which can be killed and started anew at its port; all in this process."""
 
@@ -155,20 +160,16 @@ class Process:
         self.server = await serve(self.engine, port=self.port, key=KEY)
         self.url, self.port = self.server.url, int(self.server.url.rsplit(":", 1)[1])
 
-    def _connections(self) -> list[Any]:
-        listening: Any = self.server
-        return [c for c in listening._listener._runner.server.connections if c.transport is not None]
-
     def tear(self) -> None:
         """Some of its connections break."""
-        for connection in self._connections():
+        for connection in connections_of(self.server):
             if self.life.luck.random() < 0.5:
                 connection.transport.abort()
 
     async def kill(self) -> None:
         """All of it is gone, as after SIGKILL: nothing says goodbye."""
         assert self.server is not None
-        for connection in self._connections():
+        for connection in connections_of(self.server):
             connection.transport.abort()
         server, self.server = self.server, None
         await server.close()

@@ -83,50 +83,6 @@ async def test_a_version_is_an_adapter_under_a_new_name(kind: str, tmp_path: Pat
 
 
 @both
-async def test_requests_go_on_under_the_adapter_that_they_began_with(kind: str, tmp_path: Path) -> None:
-    """Three versions run at the same time: no token changes its adapter, and each is unloaded when its last request
-    has ended and another update comes."""
-    paths = [write_adapter(tmp_path / str(n), n) for n in range(5)]
-    async with served(kind, server=server_of(kind), stepped=True) as (server, engine):
-        running = []
-        for n in (1, 2, 3):
-            await engine.update_weights(version(n), paths[n])
-            running.append((n, asyncio.create_task(read(engine, request([50 + n, 7, 9])))))
-            await until(lambda n=n: server.open_requests == n)  # type: ignore[misc]
-            server.step(2)
-        assert len(server.loras.present) == 3
-        server.go_on()
-        for n, task in running:
-            got = await task
-            assert got.tokens == under(paths[n], [50 + n, 7, 9])
-            assert set(got.versions) == {version(n)}
-        await engine.update_weights(version(4), paths[4])
-        assert len(server.loras.present) == 1
-
-
-@both
-async def test_a_response_that_is_cut_goes_on_under_the_newest(kind: str, tmp_path: Path) -> None:
-    """Its first part is of the old adapter and its second of the new one, each with its version."""
-    old, new = write_adapter(tmp_path / "old", 1), write_adapter(tmp_path / "new", 2)
-    async with served(kind, server=server_of(kind), stepped=True) as (server, engine):
-        await update(engine, version(1), old)
-        task = asyncio.create_task(read(engine, request(max_tokens=40)))
-        await until(lambda: server.open_requests == 1)
-        server.step(5)
-        paused = asyncio.create_task(engine.pause())
-        first = await task
-        await paused
-        await engine.update_weights(version(2), new)
-        await engine.resume()
-        assert 5 <= len(first.tokens) <= 6
-        assert first.tokens == under(old)[: len(first.tokens)]
-        server.go_on()
-        rest = await read(engine, request([*PROMPT, *first.tokens], 30))
-        assert rest.tokens == under(new, [*PROMPT, *first.tokens])[:30]
-        assert (set(first.versions), set(rest.versions)) == ({version(1)}, {version(2)})
-
-
-@both
 async def test_an_adapter_of_the_start_is_version_0(kind: str, tmp_path: Path) -> None:
     """Requests name it until april gives another one, and never again."""
     server = server_of(kind)

@@ -270,14 +270,6 @@ def test_what_brings_something_stays() -> None:
     assert len(run.asked) > 2
 
 
-def slower(run: Watched) -> None:
-    """Everything costs its engines 1.5 times as much from now on."""
-    run.engines.catch_up()
-    for decoder in run.decoders.values():
-        c = decoder._cost
-        decoder._cost = DecodeCost(1.5 * c.base_s, 1.5 * c.per_sequence_s, 1.5 * c.per_kv_token_s)
-
-
 # -------------------------------------------------------------------- in a process of its own
 
 

@@ -220,31 +220,6 @@ async def test_a_mark_stands_for_an_image_of_the_prompt() -> None:
     assert "the request, image 2 has no content" in body["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, "a client must send an image as a data: URL"),
-        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, (
-            "a client must send an image as a data: URL"
-        )),
-        ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a"}}, (
-            "is an http address, but april fetches no images; download it first"
-        )),
-        (part(RED[:60]), "the request, image 1 is damaged or truncated"),
-        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,###"}},
-         "request, image 1 is not base64"),
-        ({"type": "text", "text": "<|image_pad|>"}, "the request has 1 placeholder <|image_pad|> (id 5) and no images"),
-        ({"type": "input_audio", "input_audio": {}}, "a part of type 'input_audio' is not supported"),
-    ],
-)
-async def test_an_image_that_a_client_may_not_send(content: dict[str, Any], says: str) -> None:
-    """Paths, other hosts, what is broken, and a placeholder written as text: 400, and the model is not asked."""
-    async with world() as w:
-        status, body = await w.ask("chat/completions", {"messages": asks(content)})
-        assert (status, w.model.asked) == (400, [])
-        assert says in body["error"]["message"]
-
-
 def in_dialect(route: str, *content: dict[str, Any], tool: bool = False) -> dict[str, Any]:
     """A request of one dialect with this content, of the user or of a tool's result."""
     if route == "responses":
@@ -264,6 +239,11 @@ UNREADABLE: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"type": "image_url", "image_url": {}}, "is a mapping with nothing in it; give a data: URL"),
     ("chat/completions", {"type": "image_url", "image_url": 7}, "is of type int; give a data: URL"),
     ("chat/completions", {"type": "image_url", "image_url": ""}, "a client must send an image as a data: URL"),
+    ("chat/completions", {"type": "image_url", "image_url": "/etc/passwd"}, "must send an image as a data: URL"),
+    ("chat/completions", {"type": "image_url", "image_url": "file:///etc/passwd"}, "must send an image as a data: URL"),
+    ("chat/completions", part(RED[:60]), "the request, image 1 is damaged or truncated"),
+    ("chat/completions", {"type": "text", "text": "<|image_pad|>"}, "1 placeholder <|image_pad|> (id 5) and no images"),
+    ("chat/completions", {"type": "input_audio", "input_audio": {}}, "a part of type 'input_audio' is not supported"),
     ("chat/completions", {"type": "image_url", "file_id": "f"}, "has file_id and no image"),
     ("chat/completions", {"type": "image", "id": "img-17"}, "has id and no image"),
     ("chat/completions", {"type": "image", "image": None}, "has image of null and no image"),
@@ -290,7 +270,8 @@ UNREADABLE: list[tuple[str, dict[str, Any], str]] = [
 async def test_only_a_part_that_says_nothing_stands_for_the_prompts_image(
     route: str, content: dict[str, Any], says: str, tool: bool
 ) -> None:
-    """A part that names an image which cannot be read is refused by its field; no path is suggested to a client."""
+    """A part with an image that cannot be read is refused by its field, and so are paths, sound and a placeholder in a
+    text: 400, the model is not asked, and no path is suggested to a client."""
     ids, attached = way_in().place(way_in().render(MARKED, None, ""), way_in().read([RED], "prompt 0"), "prompt 0")
     async with world(Prompt(ids, {}, 0, 0, attached)) as w:
         status, body = await w.ask(route, in_dialect(route, content, tool=tool))

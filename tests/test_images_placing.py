@@ -185,7 +185,8 @@ def test_text_around_an_image_is_put_together_with_what_is_beside_it(text: str) 
     assert again.tolist() == ids.tolist()
     assert same == placed
     assert [p.attachment for p in way_in.prompt_pictures(ids, placed)] == [p.attachment for p in placed]
-    for wrong in (ids[:-1] if text == IMAGE else np.append(ids, soft), np.append(asked, way_in.encode(IMAGE))):
+    more = way_in.encode(IMAGE)
+    for wrong in (ids[:-1] if text == IMAGE else np.append(ids, soft), np.append(asked, more), np.append(ids, more)):
         with pytest.raises(ConfigError, match="prompt 0 has"):
             way_in.place(wrong, read, "prompt 0")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from test_shared_weights import _broken_stream, _config
-from tiny_models import apart, at_call, tiny_engine, tiny_model, tiny_request
+from tiny_models import V1, apart, at_call, tiny_engine, tiny_model, tiny_request
 
 import april
 from april.concurrency.model_lock import model_lock_of
@@ -91,7 +91,6 @@ def _model() -> Any:
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.asyncio
 async def test_a_model_that_is_switched_for_one_call_is_found_out(switch: str) -> None:
     """Back before the decoder's next step, and still the tokens of the tick are dropped, by a sentence that helps."""
     model = _model()
@@ -112,7 +111,6 @@ async def test_a_model_that_is_switched_for_one_call_is_found_out(switch: str) -
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.asyncio
 async def test_a_model_that_stays_switched_is_found_out(switch: str) -> None:
     """By the end of the tick, whoever did it, and also where nobody calls the model."""
     model = _model()
@@ -129,7 +127,6 @@ async def test_a_model_that_stays_switched_is_found_out(switch: str) -> None:
     await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_nothing_is_generated_while_the_model_is_held() -> None:
     """Nested, from a thread and from a coroutine; the first who asks is the next; afterwards generation goes on."""
     model = _model()
@@ -180,7 +177,6 @@ async def test_nothing_is_generated_while_the_model_is_held() -> None:
     await engine.close()
 
 
-@pytest.mark.asyncio
 async def test_what_would_wait_for_itself_is_refused() -> None:
     """Holding on the loop without ``await``, generating inside of it, what is no model; closing goes on."""
     model = _model()
@@ -233,7 +229,6 @@ def test_a_batch_comes_when_the_model_is_as_the_trainer_left_it(held: bool) -> N
     assert all(apart(model, s.prompt.token_ids, s).max() <= 1e-5 for s in batch.samples)
 
 
-@pytest.mark.asyncio
 async def test_a_model_that_is_never_switched_back_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a sentence that names the switch; the trainer may switch it between two batches as it likes."""
     monkeypatch.setattr("april.engines.transformers.model_state.PATIENCE_S", 0.0)
@@ -246,6 +241,8 @@ async def test_a_model_that_is_never_switched_back_ends_the_wait(monkeypatch: py
         WeightsInUse, match=r"was switched and not switched back \(adapter_off of model.layers.0.mlp is True,"
     ):
         await engine.quiet()
+    with pytest.raises(WeightsInUse):  # and afterwards the engine generates as before
+        await engine.update_weights(V1, "a directory")
     flag.adapter_off = False
     await engine.quiet()
     flag.adapter_off = True

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import yaml
 from auto_questions import NOW, question
-from records import recorded, rewritten
-from typer.testing import CliRunner
+from records import command, recorded, rewritten
 
 import april
-from april.cli import app
 from april.core.types import OnStale, Refill, Work
 from april.engines.simulated.decode_cost import DecodeCost
 from april.simulate import plan as planning
@@ -88,34 +86,26 @@ def test_a_record_is_planned_for_as_the_run_was(record: Path) -> None:
     assert expect(seen, seen.one_shot(12), 60, 10).step_s == pytest.approx(took, rel=0.1)
 
 
-def unboxed(text: str) -> str:
-    """What a command has printed, wherever its lines were broken; a mistake in the arguments comes in a box."""
-    return " ".join(text.replace("\N{BOX DRAWINGS LIGHT VERTICAL}", " ").split())
-
-
 def test_the_command(record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A record or a file of lengths: a table, and a configuration that april takes; mistakes in a sentence."""
     monkeypatch.setattr(planning, "ENOUGH_RESPONSES", 32)  # so a batch of 32 gets no more steps than a larger batch
     out = tmp_path / "plan"
-    result = CliRunner().invoke(app, ["plan", str(record), "--out", str(out)])
-    assert result.exit_code == 0, result.output
-    assert "N' = 8" in result.output
-    assert re.search(r"; a step takes [\d.]+ .?s, plus [\d.]+ .?s for each response", unboxed(result.output))
+    code, said = command("plan", record, "--out", out)
+    assert code == 0, said
+    assert "N' = 8" in said
+    assert re.search(r"; a step takes [\d.]+ .?s, plus [\d.]+ .?s for each response", said)
     written = json.loads((out / "plan.json").read_text())
     assert written["best"]["tokens_per_s"] > 1.2 * written["sync"]["tokens_per_s"]
     config = april.Config.from_yaml(out / "plan.yaml")
     assert (config.rollout_batch_size, config.n_samples_per_prompt) == (8, 4)
-    wrong = CliRunner().invoke(app, ["plan", str(record), "--gpu", "h100"])
-    assert wrong.exit_code == 2
-    assert "leave out gpu" in unboxed(wrong.output)
     lengths = tmp_path / "lengths.jsonl"
     lengths.write_text("12\nmany\n")
-    wrong = CliRunner().invoke(app, ["plan", str(lengths)])
-    assert wrong.exit_code == 2
-    assert "line 2" in unboxed(wrong.output)
-    missing = CliRunner().invoke(app, ["plan", str(tmp_path / "nothing")])
-    assert missing.exit_code == 1
-    assert "cannot be read" in unboxed(missing.output)
+    for arguments, expected, words in (
+        ((record, "--gpu", "h100"), 2, "leave out gpu"), ((lengths,), 2, "line 2"),
+        ((tmp_path / "nothing",), 1, "cannot be read"),
+    ):  # fmt: skip
+        code, said = command("plan", *arguments)
+        assert (code, words in said) == (expected, True), said
 
 
 @pytest.mark.parametrize(

@@ -628,30 +628,29 @@ async def test_starts_that_fail_remove_no_record(tmp_path: Path, path: Path) -> 
     assert said.split()[-1].endswith("run.jsonl.2")
 
 
-def held_by(path: Path, name: str) -> bytes:
-    """What a file is when it is to be put aside."""
-    head = RecordFile(path, 1 << 20)
-    head.add(b'[0.0,"Record",{}')
-    head.close()
-    start = path.read_bytes()
-    return {
-        "an evaluation alone": start + b'[1.0,"AttemptEnded",{},"00"]\n',
-        "a function without requests": start + b'[1.0,"SampleReturned",{},"00"]\n',
-        "a batch of a state": start + b'[1.0,"Batch",{},"00"]\n',
-        "cut in its last line": start + b'[1.0,"AttemptEnded",{"att',
-        "of somebody else": b"notes of mine\n",
-        "of another april": start.replace(b"{}", b'{"format":1}') + b'[1.0,"AttemptEnded",{}]\n',
-    }[name]
+def begun(path: Path) -> RecordFile:
+    """A record with its first line."""
+    file = RecordFile(path, 1 << 20)
+    file.add(b'[0.0,"Record",{}')
+    return file
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["an evaluation alone", "a function without requests", "a batch of a state", "cut in its last line",
-     "of somebody else", "of another april"],
-)  # fmt: skip
+HELD: dict[str, Callable[[bytes], bytes]] = {
+    "an evaluation alone": lambda start: start + b'[1.0,"AttemptEnded",{},"00"]\n',
+    "a function without requests": lambda start: start + b'[1.0,"SampleReturned",{},"00"]\n',
+    "a batch of a state": lambda start: start + b'[1.0,"Batch",{},"00"]\n',
+    "cut in its last line": lambda start: start + b'[1.0,"AttemptEnded",{"att',
+    "of somebody else": lambda start: b"notes of mine\n",
+    "of another april": lambda start: start.replace(b"{}", b'{"format":1}') + b'[1.0,"AttemptEnded",{}]\n',
+}
+"""Files that are to be put aside, made of the first line of a record."""
+
+
+@pytest.mark.parametrize("name", HELD)
 def test_a_file_with_anything_in_it_is_put_aside(tmp_path: Path, path: Path, name: str) -> None:
     """Byte by byte, beside what was put aside before; a number that is taken by something else is left alone."""
-    content = held_by(path, name)
+    begun(path).close()
+    content = HELD[name](path.read_bytes())
     path.write_bytes(content)
     (tmp_path / "run.jsonl.1").write_text("mine")
     (tmp_path / "run.jsonl.2").mkdir()
@@ -698,9 +697,7 @@ def test_a_record_that_cannot_be_put_aside_is_as_it_was(
 @pytest.mark.parametrize("arguments", [["report", "RECORD"], ["profile", "http://127.0.0.1:9", "--kind", "vllm"]])
 def test_no_command_writes_over_a_record(path: Path, arguments: list[str]) -> None:
     """Given as the file to write, it is refused by name."""
-    file = RecordFile(path, 1 << 20)
-    file.add(b'[0.0,"Record",{}')
-    file.close()
+    begun(path).close()
     before = path.read_bytes()
     code, said = command(*(path if part == "RECORD" else part for part in arguments), "--out", path)
     assert (code, "is the record of a run" in said) == (2, True)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from msgspec import structs
-from served_lives import KEY, VOCAB, Life, Process, TrueEngine, logprobs_of, says
+from served_lives import KEY, Life, Process, TrueEngine, connections_of, logprobs_of, says
 from server_fixtures import Got, read, request
 from socket_clock import run_with_sockets
 
@@ -25,7 +25,7 @@ from april import errors
 from april.config.engines import AprilEngineConfig
 from april.core.attachments import Attachment, Placed
 from april.core.versions import FIRST_VERSION, PolicyVersion
-from april.engines.protocol import EngineFinish, FirstWeights, Health, OnWeightUpdate, SharesModel
+from april.engines.protocol import Chunk, EngineFinish, FirstWeights, Health, SharesModel
 from april.engines.served import server as served_server
 from april.engines.served.client import ServedEngine, connect_april
 from april.engines.served.server import EngineServer, serve
@@ -99,7 +99,8 @@ async def said_of(server: EngineServer, name: str, call: EngineCall) -> Any:
 
 @with_sockets
 async def test_nobody_without_the_key_is_let_in() -> None:
-    """Another key, or none, opens nothing; a key that no header holds, or none where others listen, is refused."""
+    """Another key, or none, opens nothing. A key that no header holds, none where others listen, and a port that is
+    none are refused."""
     server = await serve(TrueEngine(), key=KEY)
     for key in ("", "other", KEY + "x"):
         with pytest.raises(EngineError, match="401"):
@@ -119,6 +120,9 @@ async def test_nobody_without_the_key_is_let_in() -> None:
         await serve(TrueEngine(), key="a\n")
     with pytest.raises(ConfigError, match="is not an engine"):
         await serve(object())  # type: ignore[arg-type]
+    for port in (-1, 70_000):
+        with pytest.raises(ConfigError, match="serve: cannot listen at"):
+            await serve(TrueEngine(), port=port)
 
 
 @with_sockets
@@ -338,8 +342,7 @@ async def test_a_broken_connection_ends_its_requests_at_once() -> None:
         got = Got()
         running = asyncio.ensure_future(read(client, long(), got))
         await some(got)
-        listener: Any = server._listener
-        for connection in listener._runner.server.connections:
+        for connection in connections_of(server):
             connection.transport.abort()
         began = asyncio.get_running_loop().time()
         await running
@@ -517,28 +520,12 @@ async def test_an_answer_that_cannot_be_encoded_ends_its_request_alone() -> None
             assert not engine._running
 
 
-class Numpy(TrueEngine):
-    """Gives scalars of numpy where april's types have numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.capabilities = replace(self.capabilities, vocab_size=np.int64(VOCAB), stop_strings=np.bool_(True))
-
-    async def generate(self, asked: Any) -> Any:
-        async for chunk in super().generate(asked):
-            yield replace(chunk, cached_tokens=np.int64(3))
-
-    async def health(self) -> Health:
-        return Health(ok=True, counters={"load": np.float32(0.5)})
-
-
-@with_sockets
-async def test_numpys_scalars_arrive_as_numbers() -> None:
-    """In capabilities, answers and reports of engines."""
-    async with offered(Numpy()) as (_, _, client):
-        assert (client.capabilities.vocab_size, client.capabilities.stop_strings) == (VOCAB, True)
-        assert (await read(client, request())).cached_tokens == 3
-        assert (await client.health()).counters == {"load": 0.5}
+def test_numpys_scalars_arrive_as_numbers() -> None:
+    """Where april's types have numbers, in answers and reports of engines."""
+    chunk = Chunk(np.zeros(2, np.int32), np.zeros(2, np.float32), ONE, cached_tokens=np.int64(3))  # type: ignore[arg-type]
+    health = Health(ok=np.bool_(True), counters={"load": np.float32(0.5)})  # type: ignore[arg-type,dict-item]
+    assert unpack(pack(chunk), Chunk).cached_tokens == 3
+    assert unpack(pack(health), Health) == Health(ok=True, counters={"load": 0.5})
 
 
 class Unprintable(TrueEngine):
@@ -563,7 +550,6 @@ async def test_texts_that_no_message_can_hold_are_told_in_part() -> None:
         assert "surrogates not allowed" in health.detail
 
 
-@pytest.mark.asyncio
 async def test_a_connection_that_cannot_send_is_closed() -> None:
     """So that its reader ends, and with it the requests that wait for answers."""
 
@@ -605,35 +591,6 @@ async def test_tokens_are_handed_over_at_the_interval_and_not_before() -> None:
 
 
 @with_sockets
-async def test_arrays_that_the_engine_uses_again_are_sent_as_they_were() -> None:
-    """The engine writes its next chunk over the last one, which was not sent yet."""
-    async with offered(interval_s=600.0) as (_, _, client):
-        asked = long()
-        got = await read(client, asked)
-        expected = says(asked.token_ids, None, 90)
-        assert len(got.chunks) == 1
-        assert got.tokens == expected.tolist()
-        assert np.array_equal(np.float32(got.logprobs), logprobs_of(expected, "start"))
-
-
-class EndsUnknown(TrueEngine):
-    """Its requests may end at what april does not know of."""
-
-    async def generate(self, asked: Any) -> Any:
-        async for chunk in super().generate(asked):
-            yield replace(chunk, own_end=chunk.finish is not None)
-
-
-@with_sockets
-async def test_an_end_that_april_does_not_know_stays_one() -> None:
-    """Alone, and joined with what came before."""
-    for interval_s in (0.0, 600.0):
-        async with offered(EndsUnknown(), interval_s=interval_s) as (_, _, client):
-            chunks = [chunk async for chunk in client.generate(long())]
-            assert [chunk.own_end for chunk in chunks if chunk.finish is not None] == [True]
-
-
-@with_sockets
 async def test_an_abort_hands_over_what_there_is_and_a_reader_that_leaves_frees_the_place() -> None:
     """Also of an answer in one piece."""
     async with offered(interval_s=600.0) as (engine, _, client):
@@ -649,25 +606,6 @@ async def test_an_abort_hands_over_what_there_is_and_a_reader_that_leaves_frees_
         assert got.tokens == says(asked.token_ids, None, 90)[: len(got.tokens)].tolist() != []
         with suppress(asyncio.CancelledError):
             await running[1]
-
-
-@with_sockets
-async def test_requests_kept_over_an_update_carry_the_version_of_each_token() -> None:
-    """In one piece: chunks of two versions are not joined."""
-    async with offered(interval_s=600.0) as (_, _, client):
-        asked = long()
-        running = asyncio.ensure_future(read(client, asked))
-        await asyncio.sleep(1.0)
-        await client.pause_in_flight(OnWeightUpdate.KEEP)
-        await client.update_weights(ONE, "w://1")
-        await client.resume()
-        got = await running
-        old = got.versions.count(FIRST_VERSION)
-        assert 0 < old < len(got.tokens)
-        assert got.versions == [FIRST_VERSION] * old + [ONE] * (len(got.tokens) - old)
-        tokens = np.array(got.tokens, np.int32)
-        parts = logprobs_of(tokens[:old], "start"), logprobs_of(tokens[old:], "w://1")
-        assert np.array_equal(np.float32(got.logprobs), np.concatenate(parts))
 
 
 @with_sockets
@@ -714,13 +652,6 @@ def test_every_error_of_an_engine_arrives_as_it_was() -> None:
     assert type(Failure("os", "x").error()) is EngineError
 
 
-def test_april_serve_is_at_the_door() -> None:
-    """As a coroutine function, and in a form that blocks."""
-    assert april.serve is serve
-    assert inspect.iscoroutinefunction(april.serve)
-    assert not inspect.iscoroutinefunction(april.serve_forever)
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -739,11 +670,3 @@ def test_what_is_no_way_to_make_engines_is_refused(make: Any, says: str) -> None
 
     with pytest.raises(ConfigError, match=says):
         april.serve_forever(make, told=served)
-
-
-@with_sockets
-async def test_a_port_that_is_none_is_refused() -> None:
-    """In a sentence, as any address that cannot be had."""
-    for port in (-1, 70_000):
-        with pytest.raises(ConfigError, match="serve: cannot listen at"):
-            await serve(TrueEngine(), port=port)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from records import command
 
-from april.cli import app
 from april.core.types import OnStale
 from april.simulate import workload
 from april.simulate.report_tables import verdict
@@ -39,11 +37,6 @@ def silent(what: str, total: int) -> Callable[..., None]:
     return lambda done: None
 
 
-def trace(path: Path, *lines: object) -> Path:
-    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n", "utf-8")
-    return path
-
-
 def test_refill_comes_close_to_the_limit_on_the_reference_workload() -> None:
     """At least 93 % of the limit with as many samples in flight, and nothing beyond max_staleness."""
     w = Workload(steps=11, ramp=5)
@@ -56,11 +49,12 @@ def test_refill_comes_close_to_the_limit_on_the_reference_workload() -> None:
 
 
 @pytest.mark.parametrize("on_stale", [OnStale.FINISH, OnStale.RESTART, OnStale.DROP])
-def test_kept_tokens_are_what_the_engines_generated_less_what_was_dropped(on_stale: OnStale) -> None:
+@pytest.mark.parametrize("mode", ["refill", "continuous 1"])
+def test_kept_tokens_are_what_the_engines_generated_less_what_was_dropped(mode: str, on_stale: OnStale) -> None:
     """Counted twice: by the engines and the drop ledger, and from the responses delivered and held."""
-    w = replace(SMALL, max_staleness=1, on_stale=on_stale)
+    w = replace(SMALL if mode == "refill" else replace(LOOP, train_time="1x"), max_staleness=1, on_stale=on_stale)
 
-    m = measure(w, w.modes["refill"])
+    m = measure(w, w.modes[mode])
 
     assert m["kept_tokens"] == m["generated_tokens"] - m["dropped_tokens"]
     assert (m["dropped_tokens"] > 0) is (on_stale is OnStale.DROP)
@@ -93,24 +87,17 @@ def test_what_binds_is_said(max_staleness: int, on_stale: OnStale, limits: bool)
 
 # ---------------------------------------------------------------- the command
 
-COMMAND = [
+WITHOUT_LENGTHS = [
     "simulate", "--engines", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--prompt-len", "20",
-    "--max-response-len", "900", "--median-len", "60", "--steps", "8", "--ramp", "2",
+    "--max-response-len", "900", "--steps", "8", "--ramp", "2",
 ]  # fmt: skip
-
-
-def call(*arguments: str) -> tuple[int, str]:
-    """Exit code and output, boxes and line ends taken off."""
-    result = CliRunner().invoke(app, [*COMMAND, *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, re.sub(r"[│\s]+", " ", result.output)
+COMMAND = [*WITHOUT_LENGTHS, "--median-len", "60"]
 
 
 def whole(tmp_path: Path, *arguments: str, says: tuple[str, ...]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """What a call with these words prints, the report that it writes, and its modes."""
     out = tmp_path / "plan"
-    code, text = call(*arguments, "--out", str(out))
+    code, text = command(*COMMAND, *arguments, "--out", out)
     assert code == 0
     for words in says:
         assert words in text
@@ -159,10 +146,9 @@ def test_own_lengths(tmp_path: Path) -> None:
     """A JSONL replaces the distribution."""
     lengths = tmp_path / "mine.jsonl"
     lengths.write_text('{"lengths": [10, 400, 20, 30]}\n55\n', "utf-8")
-    arguments = [a for a in COMMAND if a not in ("--median-len", "60")]
-    result = CliRunner().invoke(app, [*arguments, "--lengths", str(lengths), "--out", str(tmp_path)])
+    code, said = command(*WITHOUT_LENGTHS, "--lengths", lengths, "--out", tmp_path)
 
-    assert result.exit_code == 0, result.output
+    assert code == 0, said
     report = json.loads((tmp_path / "simulate.json").read_text("utf-8"))
     assert report["lengths"]["longest"] == 400
     assert report["workload"]["lengths_file"] == str(lengths)
@@ -202,7 +188,7 @@ def test_own_lengths(tmp_path: Path) -> None:
 def test_bad_arguments_are_refused_in_one_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:
     """Exit code 2, no traceback, and nothing is run or written."""
     out = tmp_path / "plan"
-    code, text = call("--out", str(out), *arguments)
+    code, text = command(*COMMAND, "--out", out, *arguments)
 
     assert code == 2
     assert sentence in text
@@ -234,13 +220,9 @@ def test_bad_length_files_are_refused_with_the_line(tmp_path: Path, content: byt
     path = tmp_path / "lengths.jsonl"
     if content is not None:
         path.write_bytes(content)
-    arguments = [a for a in COMMAND if a not in ("--median-len", "60")]
-    result = CliRunner().invoke(
-        app, [*arguments, "--lengths", str(path), "--out", str(tmp_path / "plan")], env={"COLUMNS": "400"}
-    )
+    code, text = command(*WITHOUT_LENGTHS, "--lengths", path, "--out", tmp_path / "plan")
 
-    text = re.sub(r"[│\s]+", " ", result.output)
-    assert result.exit_code == 2
+    assert code == 2
     assert sentence in text
     assert "lengths.jsonl" in text
     assert not (tmp_path / "plan").exists()
@@ -275,16 +257,6 @@ def test_continuous_generation_loses_nothing_and_keeps_the_bound(train_time: str
     assert m["dropped_tokens"] == m["masked_tokens"] == 0
     assert m["staleness_max"] <= bound
     assert m["fraction_of_limit"] <= 1.0 + 1e-9
-
-
-def test_dropped_tokens_are_kept_apart_in_continuous_generation_too() -> None:
-    """With on_stale: drop something is dropped, and the two accounts agree to the token."""
-    w = replace(LOOP, on_stale=OnStale.DROP, train_time="1x")
-
-    m = measure(w, continuous(w, 1))
-
-    assert m["kept_tokens"] == m["generated_tokens"] - m["dropped_tokens"]
-    assert m["dropped_tokens"] > 0
 
 
 @pytest.mark.parametrize(("train_time", "shares"), ANOTHER_MODEL.items())

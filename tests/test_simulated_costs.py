@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,10 @@ def test_closed_form_is_the_sum_of_single_steps(cost: DecodeCost, steps: int, n:
 @settings(derandomize=True, deadline=None)
 @given(costs, st.floats(0.0, 1e4), st.integers(0, 4096), st.integers(0, 10**7))
 def test_inverse_is_the_largest_number_of_whole_steps(cost: DecodeCost, seconds: float, n: int, kv: int) -> None:
-    """steps_within is exact: that many steps fit, one more does not; a negative time holds none."""
+    """steps_within is exact: that many steps fit, one more does not."""
     k = cost.steps_within(seconds, n, kv)
 
     assert cost.steps_s(k, n, kv) <= seconds < cost.steps_s(k + 1, n, kv)
-    assert cost.steps_within(-1.0, n, kv) == 0
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,6 @@ def test_presets_have_the_published_coefficients(
         (lambda: limit_s(DecodeCost(1.0, 0.0, 0.0), [], 1), "non-empty"),
         (lambda: limit_s(DecodeCost(1.0, 0.0, 0.0), [1], 0), "in_flight"),
         (lambda: LognormalLengths(0, 0.1, 0.1), "median >= 1"),
-        (lambda: LognormalLengths.split(100, 0.8, 1.5), "between_share"),
         (lambda: LognormalLengths(100, 0.1, 0.1, cap=0), "cap"),
         (lambda: TraceLengths([]), "empty"),
         (lambda: TraceLengths([3, 0]), "entry 2"),
@@ -118,20 +116,14 @@ def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> No
         make()
 
 
-def started(cost: DecodeCost, lengths: Sequence[int] | np.ndarray[Any, Any]) -> SimulatedDecoder:
-    """A decoder of 64 slots with these responses to prompts of 150 tokens."""
-    decoder = SimulatedDecoder(cost, max_running=64)
-    for index, length in enumerate(lengths):
-        decoder.add(str(index), 150, int(length))
-    return decoder
-
-
 def test_limit_formula_matches_a_full_simulated_engine() -> None:
     """An engine that is always full and never paused makes the limit's tokens per second, to one percent."""
     cost = roofline("r1-distill-1.5b", "mi300x")
     groups = LognormalLengths(2500, 0.4, 0.7, 16_384, seed=5)
     lengths = np.concatenate([groups.group(g, 8) for g in range(2000)])
-    decoder = started(cost, lengths)
+    decoder = SimulatedDecoder(cost, max_running=64)
+    for index, length in enumerate(lengths):
+        decoder.add(str(index), 150, int(length))
     while decoder.waiting:
         decoder.advance(decoder.next_event_time())
 
@@ -199,7 +191,7 @@ def decoded(cost: DecodeCost, workload: list[tuple[int, int]], places: int) -> l
 
 EVERY_KIND: list[ResponseLengths] = [
     LognormalLengths(7, 0.0, 0.0),
-    LognormalLengths.split(2500, 0.8, 0.25, cap=16_384, seed=1),
+    LognormalLengths(2500, 0.4, 0.7, cap=16_384, seed=1),
     TraceLengths([5, 6, 7, 1000], seed=2),
     TraceLengths([[1, 2, 3], [40, 50], [600]], seed=2),
 ]

@@ -59,10 +59,20 @@ def _largest_difference(model: Any, prompts: dict[str, Int32], result: Result, t
     )
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+PATTERNS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 8},
+    "gemma2": {"sliding_window": 8, "head_dim": 8, "attn_implementation": "eager"},
+    "gemma3_text": {"sliding_window": 8, "head_dim": 8},
+    "llama4_text": {"attention_chunk_size": 8, "head_dim": 8, "num_hidden_layers": 4, "num_local_experts": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+}
+"""Sliding windows for all or some layers, chunks, eager attention, experts."""
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *PATTERNS])
 def test_logprobs_equal_a_full_recompute(architecture: str, record_property: Callable[[str, object], None]) -> None:
     """30 ragged requests over 8 slots, so that slots are freed, filled by a move and taken again: <= 1e-5 nats."""
-    model = tiny_model(architecture)
+    model = tiny_model(architecture, **PATTERNS.get(architecture, {}))
     prompts = {f"r{i}": p for i, p in enumerate(_prompts(30))}
     lengths = np.random.default_rng(1).integers(1, 60, 30)
     requests = [_request(n, p, int(k), temperature=0.8) for (n, p), k in zip(prompts.items(), lengths, strict=True)]
@@ -94,26 +104,6 @@ def test_greedy_cut_anywhere_and_resumed_equals_the_uncut_run(architecture: str)
         i, cut = name.split("/")
         np.testing.assert_array_equal(uncut[i][0][int(cut) :], tokens)
         np.testing.assert_allclose(uncut[i][1][int(cut) :], logprobs, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "changes"),
-    [
-        ("mistral", {"sliding_window": 8}),
-        ("gemma2", {"sliding_window": 8, "head_dim": 8, "attn_implementation": "eager"}),
-        ("gemma3_text", {"sliding_window": 8, "head_dim": 8}),
-        ("llama4_text", {"attention_chunk_size": 8, "head_dim": 8, "num_hidden_layers": 4, "num_local_experts": 2}),
-        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}),
-    ],
-)
-def test_other_attention_patterns(architecture: str, changes: dict[str, Any]) -> None:
-    """Sliding windows for all or some layers, chunks, eager attention, experts: <= 1e-5 nats far beyond the window."""
-    model = tiny_model(architecture, **changes)
-    prompts = {f"r{i}": p for i, p in enumerate(_prompts(6, longest=30))}
-    decoder = _decoder(model, slots=4)
-    result = _run(decoder, [_request(n, p, 10 + 8 * i, temperature=1.0) for i, (n, p) in enumerate(prompts.items())])
-
-    assert _largest_difference(model, prompts, result, 1.0) <= 1e-5
 
 
 def test_nothing_of_a_former_occupant_is_visible() -> None:

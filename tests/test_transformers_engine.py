@@ -7,7 +7,7 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -391,77 +391,37 @@ def test_options_out_of_range_are_refused(options: dict[str, int]) -> None:
         TransformersEngine(tiny_model(), **options)
 
 
-def test_threads_are_left_alone() -> None:
-    """torch's thread count is the whole process's."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        TransformersEngine(tiny_model())
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
-# ---------------------------------------------------------------- stop strings
-
-KIND = "text"
-PROMPT = ids_of(KIND, "The answer is")
-LENGTH = 60
-
-
-@pytest.fixture
-def leaves_nothing() -> Iterator[None]:
-    yield
-    assert_nothing_is_left()
-
-
-def model() -> Any:
-    return tiny_model(vocab_size=tokenizer(KIND).get_vocab_size())
-
-
-def rollouts(stop: list[str], network: Any = None, **arguments: Any) -> april.RolloutScheduler:
-    config = april.Config(
-        rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=arguments.pop("max_response_len", LENGTH),
-        sampling={"temperature": 0.0, "stop": stop}, allow_mismatch=True,
-    )  # fmt: skip
-    engine = tiny_engine(network or model(), slots=4, check=False)
-    defaults = {"tokenizer": tokenizer(KIND), "prompts": iter(lambda: PROMPT, None), "check": True}
-    return april.RolloutScheduler(config, engines=[engine], **(defaults | arguments))
-
-
-def uncut(network: Any) -> list[int]:
-    with rollouts([], network) as scheduler:
-        return scheduler.next_batch().samples[0].tokens.tolist()
-
-
-@pytest.mark.usefixtures("leaves_nothing")
-def test_the_configuration_needs_a_tokenizer_for_stop_strings() -> None:
-    """Refused before anything starts; without stop strings no tokenizer is needed."""
-    with pytest.raises(ConfigError, match=r"sampling.stop: stop strings are matched on text; give the scheduler token"):
-        rollouts(["x"], tokenizer=None)
-    with rollouts([], tokenizer=None) as scheduler:
-        assert len(scheduler.next_batch().samples[0].tokens) == LENGTH
-
-
-@pytest.mark.usefixtures("leaves_nothing")
-def test_hugging_face_tokenizers_fit_and_rewards_see_text() -> None:
-    """A fast tokenizer as trainers hold it: stop strings of the configuration, text in rewards and evaluations."""
+def test_stop_strings_of_the_configuration() -> None:
+    """They need a tokenizer, such as a fast one of Hugging Face; rewards and evaluations see text."""
     from transformers import PreTrainedTokenizerFast
 
-    network, fast = model(), PreTrainedTokenizerFast(tokenizer_object=tokenizer(KIND))
-    whole = uncut(network)
-    stop = fast.decode(whole[:30], skip_special_tokens=False)[-5:]
-    seen: list[str] = []
+    network = tiny_model(vocab_size=tokenizer("text").get_vocab_size())
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer("text"))
+    prompt, seen = ids_of("text", "The answer is"), list[str]()
+
+    def rollouts(stop: list[str], **arguments: Any) -> april.RolloutScheduler:
+        sampling = {"temperature": 0.0, "stop": stop}
+        config = april.Config(
+            rollout_batch_size=1, n_samples_per_prompt=1, max_response_len=60, sampling=sampling, allow_mismatch=True
+        )
+        engine = tiny_engine(network, slots=4, check=False)
+        return april.RolloutScheduler(config, engines=[engine], prompts=iter(lambda: prompt, None), **arguments)
 
     def reward(prompt: april.Prompt, response: Response) -> float:
         seen.append(response.text(special_tokens=True))
         return float(stop in seen[-1])
 
-    with rollouts([stop], network, tokenizer=fast, reward=reward) as scheduler:
+    with pytest.raises(ConfigError, match=r"sampling.stop: stop strings are matched on text; give the scheduler token"):
+        rollouts(["x"])
+    with rollouts([]) as scheduler:
+        whole = scheduler.next_batch().samples[0].tokens.tolist()
+    assert len(whole) == 60
+    stop = fast.decode(whole[:30], skip_special_tokens=False)[-5:]
+    with rollouts([stop], tokenizer=fast, reward=reward) as scheduler:
         (sample,) = scheduler.next_batch().samples
-        result = scheduler.evaluate([PROMPT])
-    assert seen[0] == fast.decode(sample.tokens.tolist(), skip_special_tokens=False)
-    assert seen[0] == seen[1] == result.responses[0][0].text(special_tokens=True)
-    assert np.array_equal(result.responses[0][0].tokens, sample.tokens)
+        result = scheduler.evaluate([prompt])
     assert sample.tokens.tolist() == whole[: len(sample.tokens)]
+    assert seen == [fast.decode(sample.tokens.tolist(), skip_special_tokens=False)] * 2
+    assert np.array_equal(result.responses[0][0].tokens, sample.tokens)
     assert result.reward_mean == sample.reward == 1.0
+    assert_nothing_is_left()

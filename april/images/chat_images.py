@@ -71,7 +71,9 @@ def image_of_part(part: Mapping[str, Any], where: str) -> Any:
         raise ConfigError(f"{where}: a part has an image and a text; give each a part of its own")
     for name in _IMAGE_FIELDS:
         if (found := part.get(name)) is not None:
-            return {"type": "base64", "data": found} if name in ("base64", "data") else _image_value(part, name, found)
+            if name in ("base64", "data"):
+                return {"type": "base64", "data": found}
+            return {"bytes": part.get("bytes"), "path": part.get("path")} if name in ("bytes", "path") else found
     if part == MARK:
         return None
     fields = [f"{clean(name, 32)}{' of null' if part[name] is None else ''}" for name in part if name != "type"]
@@ -80,10 +82,6 @@ def image_of_part(part: Mapping[str, Any], where: str) -> Any:
         'image; give it as a data: URL in image_url, or in base64 in source ({"type": "image"} alone stands for an '
         "image of the prompt)"
     )
-
-
-def _image_value(part: Mapping[str, Any], name: str, found: Any) -> Any:
-    return {"bytes": part.get("bytes"), "path": part.get("path")} if name in ("bytes", "path") else found
 
 
 def extract_images(

@@ -21,7 +21,7 @@ from april.engines.attachments import attachment_bytes
 from april.errors import ConfigError
 from april.images.chat_images import counted
 from april.images.image_reader import IMAGE, ImageReader, Picture
-from april.images.image_text import ImageTextCodec
+from april.images.image_text import ImageTextCodec, Replacement
 from april.text.install_command import require
 from april.text.server_text import clean
 
@@ -57,6 +57,9 @@ class ImagePlacer:
         ConfigError: the object is not such a processor, or april cannot reproduce how it expands prompts.
     """
 
+    kind = IMAGE
+    """Kind of the attachments that this class places."""
+
     def __init__(self, processor: Any, limits: ImagesConfig | None = None) -> None:
         self.limits = ImagesConfig() if limits is None else limits
         self.reader = ImageReader(self.limits)
@@ -76,8 +79,9 @@ class ImagePlacer:
         self.banned_ids = tuple(sorted({self._placeholder_id, *self._media_ids()}))
         """Ids of placeholder tokens for images, video and sound, which must never be generated."""
         self._special_ids = frozenset((*self.banned_ids, *_unmergeable_ids(self.tokenizer)))
-        self._text_codec: ImageTextCodec | None = None
-        """Replaces placeholders if the processor writes text around an image; None if it writes none."""
+        self._text_codec = ImageTextCodec(lambda text: self.encode(text).tolist(), self._decode, self._special_ids)
+        self._writes_text = False
+        """True if the processor writes text around an image."""
         self._counts_tokens = False
         self._replacements_by_size: dict[tuple[int, int], Int32] = {}
         self._lock = threading.RLock()
@@ -102,8 +106,7 @@ class ImagePlacer:
         pictures = [Picture(Attachment.of(IMAGE, b""), *size) for size in _TRIAL_SIZES]
         alone = [self._processor_tokens(mark, [size]) for size in _TRIAL_SIZES]
         runs = all((ids == self._placeholder_id).all() for ids in alone)
-        if not self._special_ids.issuperset(int(ids[i]) for ids in alone for i in (0, -1)):
-            self._text_codec = ImageTextCodec(lambda text: self.encode(text).tolist(), self._decode, self._special_ids)
+        self._writes_text = not self._special_ids.issuperset(int(ids[i]) for ids in alone for i in (0, -1))
         lengths = [len(ids) for ids in alone]
         self._counts_tokens = runs and [self._token_count(*size) for size in _TRIAL_SIZES] == lengths
         texts = [f"a{mark}b{mark}c", self._trial_chat()]
@@ -148,11 +151,6 @@ class ImagePlacer:
                 f"{self.name} rejects an image of {width} x {height} pixels: {clean(error)}"
             ) from error
 
-    @property
-    def kind(self) -> str:
-        """Kind of the attachments that this class places."""
-        return IMAGE
-
     # ---------------------------------------------------------------- text
 
     def encode(self, text: str) -> Int32:
@@ -182,7 +180,7 @@ class ImagePlacer:
 
     def prompt_pictures(self, token_ids: Int32, attached: Sequence[Placed]) -> list[Picture]:
         """Return a conversation's images as pictures that can be placed again, also at other positions."""
-        if self._text_codec is not None:  # the tokens depend on the text beside the image, so they cannot be reused
+        if self._writes_text:  # the tokens depend on the text beside the image, so they cannot be reused
             data = [attachment_bytes(placed.attachment) for placed in attached]
             return [self.reader.read(item, "the prompt's image", decode=False) for item in data]
         return [Picture(p.attachment, 0, 0, tuple(token_ids[p.at : p.end].tolist())) for p in attached]
@@ -216,35 +214,15 @@ class ImagePlacer:
         """
         ids = np.asarray(token_ids, np.int32)
         replacements = [self._replacement(picture, f"{where}, image {i}") for i, picture in enumerate(pictures, 1)]
-        if self._text_codec is not None and replacements:
-            return self._place_with_text(self._text_codec, ids, pictures, replacements, where)
-        starts = self._expanded_starts(ids, replacements)
-        if starts is None:
-            at = np.flatnonzero(ids == self._placeholder_id)
-            others = self._count_other_placeholders(ids, at)
-            if len(at) != len(pictures) or others:
-                raise ConfigError(self._wrong_count_message(len(at), others, replacements, where))
-            ids, starts = _expand(ids, at, replacements)
-        replaced_ids = (self._placeholder_id,)
-        return ids, tuple(
-            Placed(picture.attachment, start, len(tokens), replaced_ids)
-            for picture, start, tokens in zip(pictures, starts, replacements, strict=True)
-        )
-
-    def _place_with_text(
-        self, text_codec: ImageTextCodec, ids: Int32, pictures: Sequence[Picture], replacements: Sequence[Int32],
-        where: str,
-    ) -> tuple[Int32, tuple[Placed, ...]]:  # fmt: skip
-        """Do the work of :meth:`place` for a processor that writes text around its images."""
         with self._lock:
-            parts = [text_codec.split(tokens) for tokens in replacements]
-            one_each = text_codec.collapse(ids, self._placeholder_id, parts)
+            parts = [self._text_codec.split(r) if self._writes_text else Replacement(r) for r in replacements]
+            one_each = self._text_codec.collapse(ids, self._placeholder_id, parts) if parts else None
             ids = ids if one_each is None else one_each
             at = np.flatnonzero(ids == self._placeholder_id)
-            others = self._count_other_placeholders(ids, at)
+            others = int(np.isin(np.delete(ids, at), self.banned_ids).sum())
             if len(at) != len(pictures) or others:
                 raise ConfigError(self._wrong_count_message(len(at), others, replacements, where))
-            ids, places = text_codec.expand(ids, at.tolist(), parts)
+            ids, places = self._text_codec.expand(ids, at.tolist(), parts)
         found = zip(pictures, places, strict=True)
         return ids, tuple(Placed(picture.attachment, *place) for picture, place in found)
 
@@ -269,24 +247,6 @@ class ImagePlacer:
                 self._replacements_by_size[size] = known
         return known
 
-    def _expanded_starts(self, ids: Int32, replacements: Sequence[Int32]) -> list[int] | None:
-        """Return the position of each image if all placeholders are replaced already; None if they are not."""
-        starts, at = [], 0
-        taken = np.zeros(len(ids), bool)
-        for tokens in replacements:
-            places = np.flatnonzero(ids[at:] == tokens[0]) + at
-            start = next((int(i) for i in places if np.array_equal(ids[i : i + len(tokens)], tokens)), None)
-            if start is None:
-                return None
-            starts.append(start)
-            at = start + len(tokens)
-            taken[start:at] = True
-        return None if np.isin(ids[~taken], self.banned_ids).any() else starts
-
-    def _count_other_placeholders(self, ids: Int32, at: NDArray[np.int64]) -> int:
-        """Return the number of placeholders of any medium at positions other than ``at``."""
-        return int(np.isin(np.delete(ids, at), self.banned_ids).sum())
-
     def _wrong_count_message(self, found: int, others: int, replacements: Sequence[Int32], where: str) -> str:
         mark, images = clean(self._placeholder), len(replacements)
         if others and found == images:
@@ -303,14 +263,3 @@ def _unmergeable_ids(tokenizer: Any) -> set[int]:
     """Return the ids of tokens that a tokenizer never merges with the text beside them."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     return {*(getattr(tokenizer, "all_special_ids", None) or ()), *(i for i, t in added.items() if t.special)}
-
-
-def _expand(ids: Int32, at: NDArray[np.int64], replacements: Sequence[Int32]) -> tuple[Int32, list[int]]:
-    parts: list[Int32] = []
-    starts, done, length = [], 0, 0
-    for place, tokens in zip(at, replacements, strict=True):
-        parts += [ids[done:place], tokens]
-        starts.append(length + int(place) - done)
-        length = starts[-1] + len(tokens)
-        done = int(place) + 1
-    return np.concatenate([*parts, ids[done:]]), starts

@@ -1,5 +1,5 @@
-"""Replaces image placeholders for processors that write text around an image, as Gemma's does. This is more than
-inserting tokens, because the tokenizer may merge that text with the tokens beside it.
+"""Replaces image placeholders by the tokens of images. Some processors, as Gemma's, write text around an image. Then
+this is more than inserting tokens, because the tokenizer may merge that text with the tokens beside it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class ImageTextCodec:
             gap = ids[start:end].tolist()
             tail = replacements[k - 1].text_after if k else ""
             head = replacements[k].text_before if k < len(positions) else ""
-            if k and k < len(positions) and len(gap) < 2 and not self._special.intersection(gap):
+            between = k and k < len(positions) and (head or tail)
+            if between and len(gap) < 2 and not self._special.intersection(gap):
                 before, after = _MergedTokens(self._encode(tail + self._text(gap) + head), gap), _MergedTokens([], [])
                 middle = list[int]()
             else:
@@ -127,6 +128,8 @@ class ImageTextCodec:
                 return None
             out += [*found, *([placeholder] if k < len(spans) else [])]
         collapsed, positions = np.array(out, np.int32), [i for i, t in enumerate(out) if t == placeholder]
+        if len(positions) != len(spans):  # a placeholder of another image is left
+            return None
         again, _ = self.expand(collapsed, positions, replacements)
         return collapsed if np.array_equal(again, ids) else None
 

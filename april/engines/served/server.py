@@ -474,11 +474,8 @@ async def _in_portions(chunks: Any, enough: int) -> AsyncGenerator[list[Chunk], 
 
 def _own(chunk: Chunk) -> Chunk:
     """Copy a chunk, because an engine may reuse its arrays."""
-    extras = {name: np.array(rows) for name, rows in chunk.extras.items()} if chunk.extras else chunk.extras
-    return Chunk(
-        np.array(chunk.tokens), np.array(chunk.logprobs), chunk.version, chunk.finish, chunk.stopped_at, chunk.sure,
-        chunk.versions, extras, chunk.own_end, chunk.cached_tokens,
-    )  # fmt: skip
+    extras = {name: np.array(rows) for name, rows in chunk.extras.items()}
+    return replace(chunk, tokens=np.array(chunk.tokens), logprobs=np.array(chunk.logprobs), extras=extras)
 
 
 async def serve(

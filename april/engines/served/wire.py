@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -154,12 +155,8 @@ def joined(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def _as_one(run: Sequence[Chunk]) -> Chunk:
-    last = run[-1]
-    return Chunk(
-        np.concatenate([c.tokens for c in run]), np.concatenate([c.logprobs for c in run]), last.version, last.finish,
-        last.stopped_at, last.sure, last.versions, last.extras, last.own_end,
-        last.cached_tokens,
-    )  # fmt: skip
+    tokens, logprobs = np.concatenate([c.tokens for c in run]), np.concatenate([c.logprobs for c in run])
+    return replace(run[-1], tokens=tokens, logprobs=logprobs)
 
 
 class EngineCall(msgspec.Struct):

@@ -84,9 +84,7 @@ class DecodeCost:
         return steps * self.step_s(n, kv_tokens) + (grown / self.speculative_factor(n) if self.speed_up else grown)
 
     def steps_within(self, seconds: float, n: int, kv_tokens: int) -> int:
-        """Return the number of steps that fit: the largest k with ``steps_s(k, n, kv_tokens) <= seconds``."""
-        if seconds < 0.0:
-            return 0
+        """Return the number of steps that fit: the largest k with ``steps_s(k, n, kv_tokens) <= seconds`` (>= 0)."""
         # half k^2 + slope k = seconds, solved by the formula that does not subtract nearly equal numbers
         half = 0.5 * self.per_kv_token_s * n / self.speculative_factor(n)
         slope = self.step_s(n, kv_tokens) - half

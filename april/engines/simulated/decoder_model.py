@@ -178,15 +178,11 @@ class SimulatedDecoder:
     # -- requests and pauses -----------------------------------------------------------------------------------------
 
     def add(self, request_id: str, prefix_tokens: int, new_tokens: int) -> None:
-        """Queue a request at ``now``: prefill ``prefix_tokens``, then generate exactly ``new_tokens`` tokens.
+        """Queue a request at ``now``: prefill ``prefix_tokens``, then generate exactly ``new_tokens`` (>= 1) tokens.
 
-        Raises:
-            ValueError: the id is in use, a count is impossible, or the request could never fit into the KV cache.
+        ``request_id`` is the id of no other request in flight. Raises ValueError if the request could never fit into
+        the KV cache.
         """
-        if request_id in self._running or request_id in self._waiting:
-            raise ValueError(f"request {request_id!r} is already in flight; use each id once")
-        if prefix_tokens < 0 or new_tokens < 1:
-            raise ValueError(f"request {request_id!r}: prefix {prefix_tokens} must be >= 0, new {new_tokens} >= 1")
         if self._capacity is not None and prefix_tokens + new_tokens > self._capacity:
             raise ValueError(
                 f"request {request_id!r} needs {prefix_tokens} + {new_tokens} tokens of KV cache, but the engine has "

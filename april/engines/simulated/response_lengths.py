@@ -62,16 +62,6 @@ class LognormalLengths(ResponseLengths):
         if self.cap is not None and self.cap < 1:
             raise ValueError(f"cap must be at least 1 token or None, not {self.cap}")
 
-    @classmethod
-    def split(
-        cls, median: float, sigma: float, between_share: float, cap: int | None = None, seed: int = 0
-    ) -> LognormalLengths:
-        """Create a distribution from the total ``sigma`` and the share of the variance (0..1) between prompts."""
-        if not 0.0 <= between_share <= 1.0:
-            raise ValueError(f"between_share is a share of the variance, in [0, 1], not {between_share}")
-        between, within = sigma * math.sqrt(between_share), sigma * math.sqrt(1.0 - between_share)
-        return cls(median, between, within, cap, seed)
-
     def group(self, group: int, n_samples: int) -> NDArray[np.int32]:
         (shared,) = uniforms("lognormal group", self.seed, group, 1)
         centre = math.log(self.median) + self.sigma_between * _NORMAL.inv_cdf(shared)

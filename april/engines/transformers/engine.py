@@ -21,7 +21,7 @@ import contextlib
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -538,12 +538,7 @@ class TransformersEngine(EngineBase):
         if path is not None:
             from april.engines.transformers.model_weights import load_weights
 
-            self._loading = True
-            await self.quiet()
-            loading = asyncio.get_running_loop().run_in_executor(self._thread, load_weights, self._model, path)
-            # A cancelled call must not reopen the engine while the weights are half-written.
-            loading.add_done_callback(lambda done: self._loaded(done, version))
-            await asyncio.shield(loading)
+            await self._write_weights(version, load_weights, self._model, path)
         else:
             self._begin_version(version)
 
@@ -556,6 +551,18 @@ class TransformersEngine(EngineBase):
                 "pause and abort them, then update the weights"
             )
 
+    async def _write_weights(self, version: PolicyVersion | None, write: Callable[..., None], *arguments: Any) -> None:
+        """Run ``write`` in the worker thread; a cancelled call does not reopen the engine before it has ended."""
+        self._loading = True
+        try:
+            await self.quiet()
+        except BaseException:
+            self._loading = False
+            raise
+        writing = asyncio.get_running_loop().run_in_executor(self._thread, write, *arguments)
+        writing.add_done_callback(lambda done: self._loaded(done, version))
+        await asyncio.shield(writing)
+
     def _loaded(self, done: asyncio.Future[None], version: PolicyVersion | None) -> None:
         self._loading = False
         if version is not None and not done.cancelled() and done.exception() is None:
@@ -564,8 +571,7 @@ class TransformersEngine(EngineBase):
 
     def reads(self, model: Any) -> bool:
         """Return True if the parameters of ``model`` are the same objects as those of the engine's model."""
-        ours, theirs = list(self._model.parameters()), list(model.parameters())
-        return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
+        return list(map(id, self._model.parameters())) == list(map(id, model.parameters()))
 
     async def take(self, specs: Sequence[TensorSpec], tensors: Sequence[Any], last: bool) -> None:
         """Copy tensors of another model into this one, in place; :meth:`update_weights` puts them into use.
@@ -577,14 +583,9 @@ class TransformersEngine(EngineBase):
         if self._writer is None:
             from april.engines.transformers.model_weights import ModelWriter
 
-            await self.quiet()
             self._writer = ModelWriter(self._model)
-        self._loading, writer = True, self._writer
-        taking = asyncio.get_running_loop().run_in_executor(self._thread, writer.take, specs, tensors, last)
-        # a cancelled call must not reopen the engine while a tensor is half-written
-        taking.add_done_callback(lambda done: self._loaded(done, None))
         try:
-            await asyncio.shield(taking)
+            await self._write_weights(None, self._writer.take, specs, tensors, last)
         except BaseException:
             self._writer = None
             raise
