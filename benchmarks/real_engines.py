@@ -250,7 +250,6 @@ def report(arms: list[Arm], limits: dict[int, LimitSlices], times: StepTimes, st
         "limit_by_curve": {n: 1.0 / seconds_per_token(cost, n, forced_lengths()) for n in limit},
         "step_ms": {n: s * 1e3 for n, s in times.curve().items()},
         "held_token_ns": cost.per_kv_token_s * 1e9,
-        "start_ms": {n: s * 1e3 for n, s in times.start_s().items()},
     }
 
 
