@@ -353,8 +353,7 @@ async def test_bad_rows_cost_themselves(which: str, bad: set[int]) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 async def test_bad_rows_first_where_a_batch_is_small(n: int) -> None:
     """Others are in work beside them: what becomes of those tells whether a function is wrong."""
-    functions = failing("reward", MISTAKES["key"], lambda group: group < 3)
-    rollouts = functions.rollouts(n=n, over=8, samples=1, max_staleness=8)
+    rollouts = failing("reward", MISTAKES["key"], lambda group: group < 3).rollouts(n=n, over=6, samples=1)
     for _ in range(4):
         await rollouts.step()
     await asyncio.sleep(100)
