@@ -61,12 +61,6 @@ class Result:
     tokens: int
     """Response tokens that were trained."""
     wall_s: float
-    cpu_s: float
-    """Of the trainer's process, without the server."""
-    made: int
-    """Tokens at the server."""
-    busy_s: float
-    """In which the server had work."""
     staleness: float
     """Mean over samples: updates between the weights of the oldest token and those that train on it."""
     staleness_max: int
@@ -209,10 +203,10 @@ def run(
         call(address, "/mishaps", {"late_s": late_s})
         workflow = workflow_of(config, fail_every)
         loader = Loader(4 * (warm + steps))
-        batches, began, cpu, before = [], 0.0, 0.0, {}
+        batches, began = [], 0.0
         for step in range(warm + steps):
             if step == warm:
-                began, cpu, before = time.perf_counter(), time.process_time(), call(address, "/figures")
+                began = time.perf_counter()
             batches.append(engine.prepare_batch(loader, workflow=workflow, group_size=SAMPLES))
             time.sleep(train_s)
             engine.pause()
@@ -221,15 +215,14 @@ def run(
             engine.continue_generation()
             engine.set_version(step + 1)
             engine.resume()
-        wall, cpu, after = time.perf_counter() - began, time.process_time() - cpu, call(address, "/figures")
+        wall, violations = time.perf_counter() - began, call(address, "/figures")["violations"]
         engine.destroy()
-    if after["violations"]:
-        raise RuntimeError(str(after["violations"]))
-    return result(arm, batches, warm, wall_s=wall, cpu_s=cpu, made=after["made"] - before["made"],
-                  busy_s=after["busy_s"] - before["busy_s"])  # fmt: skip
+    if violations:
+        raise RuntimeError(str(violations))
+    return result(arm, batches, warm, wall)
 
 
-def result(arm: Arm, batches: list[Any], warm: int, **measured: Any) -> Result:
+def result(arm: Arm, batches: list[Any], warm: int, wall_s: float) -> Result:
     """Figures of the batches after the first ``warm`` ones."""
     tokens = older = mislabelled = 0
     ages: list[int] = []
@@ -248,28 +241,26 @@ def result(arm: Arm, batches: list[Any], warm: int, **measured: Any) -> Result:
     behind = max(trained) - 2 * (arm.bound + 1) * GROUPS
     return Result(
         tokens=tokens,
+        wall_s=wall_s,
         staleness=sum(ages) / len(ages),
         staleness_max=max(ages),
         off_policy_share=older / tokens,
         mislabelled=mislabelled / tokens,
         twice=len(trained) - len(set(trained)),
         skipped=len(set(range(FIRST_PROMPT, behind)) - set(trained)),
-        **measured,
     )
 
 
 def table(found: dict[Arm, list[Result]]) -> str:
     """A line per arm: medians over the turns, with the range of what is compared."""
     lines = [f"{'arm':10} {'trained tok/s (range)':>26} {'staleness mean':>15} {'max':>4} {'off-policy':>10} "
-             f"{'busy':>5} {'CPU s/s':>7} {'mislabelled':>11} {'skipped':>7} {'twice':>5}"]  # fmt: skip
+             f"{'mislabelled':>11} {'skipped':>7} {'twice':>5}"]  # fmt: skip
     for arm, results in found.items():
         rates = [r.tokens / r.wall_s for r in results]
         lines.append(
             f"{arm.name:10} {median(rates):10,.0f} ({min(rates):,.0f} to {max(rates):,.0f})"
             f" {median(r.staleness for r in results):15.2f} {max(r.staleness_max for r in results):4}"
             f" {median(r.off_policy_share for r in results):10.2f}"
-            f" {median(min(1.0, r.busy_s / r.wall_s) for r in results):5.2f}"
-            f" {median(r.cpu_s / r.wall_s for r in results):7.2f}"
             f" {median(r.mislabelled for r in results):11.2f} {sum(r.skipped for r in results):7}"
             f" {sum(r.twice for r in results):5}"
         )

@@ -3,8 +3,8 @@
     python -m benchmarks.areal_server --places 32 --token-s 0.004 --mean 120
 
 prints one JSON line, ``{"address": ...}``, and serves on 127.0.0.1 until standard input is closed. Weights are counted:
-``/update_weights_from_disk`` brings the next ones. ``GET /figures`` says what was counted, ``POST /mishaps`` makes
-answers late.
+``/update_weights_from_disk`` brings the next ones. ``GET /figures`` says what was asked at a wrong time, ``POST
+/mishaps`` makes answers late.
 
 Invariants: a log-probability is -1/1024 for each set of weights up to the one that wrote its token, so it tells whose
 the token is, whatever label the client gives it. How long a response is depends only on its prompt and on which of the
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import sys
 import time
 from collections import deque
@@ -67,8 +66,6 @@ class ArealServer:
         self.late_s = 0.0
         """Answers leave so long after their last token."""
         self.aborted = self.made = self.begun = 0
-        self._busy_s, self._busy_since = 0.0, math.inf
-        """With a request in work: in all before, and since when."""
         self.violations: list[str] = []
         self._going = asyncio.Event()
         self._going.set()
@@ -128,13 +125,11 @@ class ArealServer:
             while not (self._running or self._waiting):
                 self._wanted.clear()
                 await self._wanted.wait()
-            self._busy_since = due = time.perf_counter()
+            due = time.perf_counter()
             while self._running or self._waiting:
                 due += self.token_s
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 self._step()
-            self._busy_s += time.perf_counter() - self._busy_since
-            self._busy_since = math.inf
 
     def _step(self) -> None:
         while self._waiting and len(self._running) < self.places:
@@ -185,11 +180,7 @@ class ArealServer:
         return web.json_response({})
 
     async def _figures(self, _: web.Request) -> web.Response:
-        busy_s = self._busy_s + max(0.0, time.perf_counter() - self._busy_since)
-        return web.json_response({
-            "made": self.made, "aborted": self.aborted, "requests": self.begun, "busy_s": busy_s,
-            "weights": self.weights, "in_work": len(self._running) + len(self._waiting), "violations": self.violations,
-        })  # fmt: skip
+        return web.json_response({"violations": self.violations})
 
     # ---------------------------------------------------------------- life
 

@@ -184,11 +184,9 @@ def _check_count(count: int) -> None:
         raise ValueError(f"an answer has 0 to {LONGEST_ANSWER} tokens, not {count}; ask for fewer tokens")
 
 
-def make_prompts(
-    count: int, prompt_len: int, samples_per_prompt: int = 1, vocab_size: int = VOCAB_SIZE
-) -> list[Int32]:
+def make_prompts(count: int, prompt_len: int, samples_per_prompt: int) -> list[Int32]:
     """``count`` requests' prompts, each [prompt_len] int32; ``samples_per_prompt`` neighbours share one array."""
     rng = np.random.default_rng(count)
     distinct = -(-count // samples_per_prompt)
-    table = rng.integers(1, vocab_size, size=(distinct, prompt_len), dtype=np.int32)
+    table = rng.integers(1, VOCAB_SIZE, size=(distinct, prompt_len), dtype=np.int32)
     return [table[i // samples_per_prompt] for i in range(count)]

@@ -73,16 +73,10 @@ class _Generate(msgspec.Struct):
 
 
 class Counts(msgspec.Struct):
-    """Answer to GET /counts; since the start of the server, or the counts before."""
+    """Answer to GET /counts: requests since the start of the server, and most of them at once."""
 
     requests: int = 0
     peak: int = 0
-    tokens: int = 0
-    aborts: int = 0
-    aborted: int = 0
-    abort_calls: int = 0
-    held: int = 0
-    """At this moment."""
 
 
 _GENERATE = msgspec.json.Decoder(_Generate)
@@ -106,7 +100,6 @@ class CannedServer:
 
     release_at: int
     response_tokens: int
-    abort_tokens: int = 0
     incremental: bool = True
     staggered: bool = False
     label: str = "default"
@@ -141,7 +134,6 @@ class CannedServer:
     def _release(self, released: list[_Held]) -> None:
         self._steps, self._step = [], 0
         for i, held in enumerate(released):
-            self.counts.tokens += held.count
             if not held.stream:
                 reply = whole_reply(held.kind, held.id, held.prompt, held.count, self.label, "length")
                 held.connection.answer(200, reply)
@@ -169,17 +161,12 @@ class CannedServer:
                 return
 
     def abort(self, ids: list[str]) -> None:
-        """End held requests with ``abort_tokens`` tokens each; others are ignored."""
-        self.counts.abort_calls += 1
-        self.counts.aborts += len(ids)
+        """End held requests without a token; others are ignored."""
         for name in ids:
             held = self.held.pop(name.removeprefix("generate-tokens-"), None)
             if held is not None:
-                self.counts.aborted += 1
-                self.counts.tokens += self.abort_tokens
-                held.connection.answer(
-                    200, whole_reply(held.kind, held.id, held.prompt, self.abort_tokens, self.label, "abort")
-                )
+                reply = whole_reply(held.kind, held.id, held.prompt, 0, self.label, "abort")
+                held.connection.answer(200, reply)
 
     def get(self, path: str) -> tuple[int, Any]:
         """What the probes of april's engines ask."""
@@ -196,7 +183,7 @@ class CannedServer:
             "/model_info": {"model_path": MODEL, "weight_version": self.label},
             "/v1/loads": {"loads": [load]},
             "/ready": {}, "/health": {},
-            "/counts": {**msgspec.to_builtins(self.counts), "held": len(self.held)},
+            "/counts": msgspec.to_builtins(self.counts),
         }  # fmt: skip
         if path in said:
             return 200, said[path]
@@ -292,14 +279,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Canned answers of vLLM and SGLang; held until N requests wait.")
     parser.add_argument("--release-at", type=int, required=True, help="requests that must wait together")
     parser.add_argument("--response-tokens", type=int, required=True)
-    parser.add_argument("--abort-tokens", type=int, default=0)
     parser.add_argument("--cumulative", action="store_true", help="say that SGLang's streams repeat everything")
     parser.add_argument("--staggered", action="store_true", help="streams begin and end one after the other")
     args = parser.parse_args(argv)
     require_open_files(args.release_at)
-    server = CannedServer(
-        args.release_at, args.response_tokens, args.abort_tokens, not args.cumulative, args.staggered
-    )
+    server = CannedServer(args.release_at, args.response_tokens, not args.cumulative, args.staggered)
     asyncio.run(_serve(server, lambda port: print(json.dumps({"port": port}), flush=True)))
     return 0
 

@@ -43,10 +43,9 @@ Kept = list[tuple[Int32, Float32]]
 
 
 class Round(msgspec.Struct, frozen=True):
-    """One round: every request sent once. CPU of the whole process, all threads, in seconds; wall in seconds."""
+    """One round: every request sent once. CPU of the whole process, all threads, in seconds."""
 
     cpu_s: float
-    wall_s: float
     relay_s: float = 0.0
     """CPU of the process between client and server, if there is one."""
 
@@ -56,37 +55,27 @@ class ArmResult(msgspec.Struct, frozen=True):
 
     arm: str
     requests: int
-    response_tokens: int
-    prompt_len: int
     rounds: list[Round]
     tokens_kept: int
     """Over all rounds, each token checked against what the server sends."""
 
     @property
-    def opening_us(self) -> float:
-        """CPU per request of the first round, microseconds."""
-        return self._us(self.rounds[0])
-
-    @property
     def pooled_us(self) -> list[float]:
         """CPU per request of each later round, microseconds."""
-        return [self._us(one) for one in self.rounds[1:]]
+        return [one.cpu_s / self.requests * 1e6 for one in self.rounds[1:]]
 
     @property
     def relay_us(self) -> list[float]:
         """The same of the process between client and server."""
         return [one.relay_s / self.requests * 1e6 for one in self.rounds[1:]]
 
-    def _us(self, one: Round) -> float:
-        return one.cpu_s / self.requests * 1e6
-
 
 @contextmanager
 def measured(rounds: list[Round], relay: int | None = None) -> Iterator[None]:
     """Append the cost of the block to ``rounds``; ``relay``: the process between client and server."""
-    wall, cpu, other = time.perf_counter(), time.process_time(), cpu_of(relay)
+    cpu, other = time.process_time(), cpu_of(relay)
     yield
-    rounds.append(Round(time.process_time() - cpu, time.perf_counter() - wall, cpu_of(relay) - other))
+    rounds.append(Round(time.process_time() - cpu, cpu_of(relay) - other))
 
 
 def cpu_of(process: int | None) -> float:
@@ -104,9 +93,6 @@ class Case(msgspec.Struct, frozen=True):
     prompt_len: int
     rounds: int
     samples_per_prompt: int
-    model: str = MODEL
-    """As the server calls it."""
-    vocab_size: int = VOCAB_SIZE
 
     @property
     def route(self) -> str:
@@ -115,14 +101,12 @@ class Case(msgspec.Struct, frozen=True):
 
     def prompts(self) -> list[Int32]:
         """One per request, each [prompt_len] int32."""
-        return make_prompts(self.in_flight, self.prompt_len, self.samples_per_prompt, self.vocab_size)
+        return make_prompts(self.in_flight, self.prompt_len, self.samples_per_prompt)
 
     def body(self, request: Request) -> bytes:
         """What april sends."""
         if self.kind == VLLM:
-            return vllm_wire.request_body(
-                self.model, request, stream=self.stream, priority=False, salt=SALT
-            )
+            return vllm_wire.request_body(MODEL, request, stream=self.stream, priority=False, salt=SALT)
         interval = TOKENS_PER_EVENT[self.kind] if self.stream else None
         return sglang_wire.request_body(request, stream=self.stream, stream_interval=interval, seed=None, salt=SALT)
 
@@ -170,7 +154,7 @@ async def _run_bare(url: str, case: Case) -> ArmResult:
             total += check_kept(prompts, kept, case.response_tokens)
             del kept
     pace.close()
-    return ArmResult("bare", case.in_flight, case.response_tokens, case.prompt_len, costs, total)
+    return ArmResult("bare", case.in_flight, costs, total)
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -187,13 +171,10 @@ def open_session() -> aiohttp.ClientSession:
 
 
 async def bare_call(
-    session: aiohttp.ClientSession, url: str, case: Case, number: int, index: int, prompt: Int32, had: int = 0
+    session: aiohttp.ClientSession, url: str, case: Case, number: int, index: int, prompt: Int32
 ) -> tuple[Int32, Float32]:
-    """One request; tokens int32 [T] and log-probabilities float32 [T] of its answer.
-
-    ``had``: tokens of the response that the prompt ends in.
-    """
-    sampling = SamplingParams(case.response_tokens - had, seed=attempt_seed(number, index, 0, 0))
+    """One request; tokens int32 [T] and log-probabilities float32 [T] of its answer."""
+    sampling = SamplingParams(case.response_tokens, seed=attempt_seed(number, index, 0, 0))
     body = case.body(Request(attempt_id=attempt_id(number, index), token_ids=prompt, sampling=sampling))
     read = _read_vllm if case.kind == VLLM else _read_sglang
     tokens: list[int] = []
@@ -270,16 +251,14 @@ def run_april(url: str, case: Case, relay: Relay | None = None) -> ArmResult:
             del batch, kept
         if pace is not None:
             scheduler._thread.call(pace.close)
-    arm = "april" if relay is None else "relay"
-    return ArmResult(arm, case.in_flight, case.response_tokens, case.prompt_len, costs, total)
+    return ArmResult("april" if relay is None else "relay", case.in_flight, costs, total)
 
 
 def engine_config(url: str, case: Case) -> VllmEngineConfig | SglangEngineConfig:
     """vLLM streams where tokens may not be lost; SGLang where its server does it well."""
-    common: dict[str, Any] = {"urls": (url,), "vocab_size": case.vocab_size, "eos_token_ids": ()}
+    common: dict[str, Any] = {"urls": (url,), "vocab_size": VOCAB_SIZE, "eos_token_ids": ()}
     common["first_weights"] = "present"  # those of the turn before
-    if case.model == MODEL:
-        common["logprobs"] = "processed"  # a canned server cannot be asked for their kind
+    common["logprobs"] = "processed"  # a canned server cannot be asked for their kind
     if case.kind == VLLM:
         return VllmEngineConfig(**common, max_token_loss=1 if case.stream else None)
     return SglangEngineConfig(**common)

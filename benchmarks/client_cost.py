@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -30,21 +30,6 @@ from benchmarks.client_arms import ArmResult, Case, run_april, run_bare
 ROOT = Path(__file__).resolve().parent.parent
 TURN_S = 600.0
 """Longest turn."""
-
-
-class Summary(msgspec.Struct, frozen=True):
-    """One case; medians over pairs, with their range. CPU in microseconds."""
-
-    case: Case
-    gc: str
-    pairs: int
-    bare_us: float
-    april_us: float
-    bare_us_per_1000_tokens: float
-    april_us_per_1000_tokens: float
-    ratio: float
-    ratio_min: float
-    ratio_max: float
 
 
 @contextlib.contextmanager
@@ -77,104 +62,93 @@ def server_options(case: Case) -> list[str]:
     return [] if case.stream else ["--cumulative"]
 
 
-def run_turn(arm: str, url: str, case: Case, collector: str) -> ArmResult:
+def run_turn(arm: str, url: str, case: Case) -> ArmResult:
     """One client process; raises RuntimeError when a token is missing."""
     order = msgspec.json.encode(case).decode()
-    command = [sys.executable, "-m", "benchmarks.client_cost", "--client", arm, url, order, collector]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=TURN_S, check=True)
+    return result_of(["-m", "benchmarks.client_cost", "--client", arm, url, order], case)
+
+
+def result_of(command: list[str], case: Case) -> ArmResult:
+    """What a client process prints at its end; raises RuntimeError when a token is missing."""
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, timeout=TURN_S, check=True)
     result = msgspec.json.decode(done.stdout, type=ArmResult)
     if result.tokens_kept != case.in_flight * case.response_tokens * case.rounds:
-        raise RuntimeError(f"{arm} kept {result.tokens_kept} tokens")
+        raise RuntimeError(f"{result.arm} kept {result.tokens_kept} tokens")
     return result
 
 
-def measure(case: Case, pairs: int, collector: str) -> Summary:
-    """All pairs of one case; raises RuntimeError when fewer requests were in flight than asked for."""
-    own: dict[str, list[float]] = {"bare": [], "april": []}
-    with canned_server(case.in_flight, case.response_tokens, *server_options(case)) as url:
-        for pair in range(pairs):
-            for arm in ("bare", "april") if pair % 2 == 0 else ("april", "bare"):
-                own[arm].append(median(run_turn(arm, url, case, collector).pooled_us))
-        counts = server_counts(url)
-    if counts.peak != case.in_flight or counts.requests != 2 * pairs * case.rounds * case.in_flight:
-        raise RuntimeError(f"{case.in_flight} requests should have been in flight, and were not: {counts}")
-    ratios = [april / bare for april, bare in zip(own["april"], own["bare"], strict=True)]
-    bare_us, april_us, thousand = median(own["bare"]), median(own["april"]), 1000 / case.response_tokens
-    return Summary(
-        case, collector, pairs, bare_us, april_us, bare_us * thousand, april_us * thousand,
-        median(ratios), min(ratios), max(ratios),
-    )  # fmt: skip
-
-
-def client(arm: str, url: str, case: Case, collector: str) -> ArmResult:
-    """One turn inside this process."""
-    if collector == "off":
-        gc.disable()
-    require_open_files(case.in_flight)
-    return (run_april if arm == "april" else run_bare)(url, case)
-
-
 HEADER = (
-    "| server | streaming | in flight | tokens | gc | bare us/request | april us/request | bare us/1,000 tokens "
+    "| server | streaming | in flight | tokens | bare us/request | april us/request | bare us/1,000 tokens "
     "| april us/1,000 tokens | april / bare (min-max) |"
 )
 
 
-def table_row(row: Summary) -> str:
-    """One line of the Markdown table."""
-    case = row.case
-    return (
-        f"| {case.kind} | {'yes' if case.stream else 'no'} | {case.in_flight} | {case.response_tokens} | {row.gc} "
-        f"| {row.bare_us:.0f} | {row.april_us:.0f} | {row.bare_us_per_1000_tokens:.0f} "
-        f"| {row.april_us_per_1000_tokens:.0f} | {row.ratio:.2f} ({row.ratio_min:.2f}-{row.ratio_max:.2f}) |"
-    )
+def table_row(case: Case, pairs: int) -> str:
+    """Measure all pairs of one case; one line of the Markdown table, medians over pairs.
+
+    Raises RuntimeError when fewer requests were in flight than asked for.
+    """
+    own: dict[str, list[float]] = {"bare": [], "april": []}
+    with canned_server(case.in_flight, case.response_tokens, *server_options(case)) as url:
+        for pair in range(pairs):
+            for arm in ("bare", "april") if pair % 2 == 0 else ("april", "bare"):
+                own[arm].append(median(run_turn(arm, url, case).pooled_us))
+        counts = server_counts(url)
+    if counts.peak != case.in_flight or counts.requests != 2 * pairs * case.rounds * case.in_flight:
+        raise RuntimeError(f"{case.in_flight} requests should have been in flight, and were not: {counts}")
+    ratios = [april / bare for april, bare in zip(own["april"], own["bare"], strict=True)]
+    costs, thousand = [median(own["bare"]), median(own["april"])], 1000 / case.response_tokens
+    return "| " + " | ".join([
+        *first_cells(case), *(f"{cost:.0f}" for cost in costs), *(f"{cost * thousand:.0f}" for cost in costs),
+        f"{median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+    ]) + " |"  # fmt: skip
 
 
-def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """In the order of the table."""
-    for kind in args.kinds:
-        for stream in args.streaming:
-            for in_flight in args.in_flight:
-                for tokens in args.response_tokens:
-                    yield Case(
-                        kind, stream == "yes", in_flight, tokens, args.prompt_len, args.rounds, args.samples_per_prompt
-                    )
+def first_cells(case: Case) -> list[str]:
+    """Which case a line of a table is about."""
+    return [case.kind, "yes" if case.stream else "no", str(case.in_flight), str(case.response_tokens)]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; ``--client ARM URL CASE GC`` is how it starts its own client processes."""
-    parser = argparse.ArgumentParser(description="Client CPU of april beside a plain aiohttp client.")
+def parser_of(description: str, in_flight: list[int], response_tokens: list[int]) -> argparse.ArgumentParser:
+    """Options of the cases."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--kinds", nargs="+", choices=[VLLM, SGLANG], default=[VLLM, SGLANG])
     parser.add_argument("--streaming", nargs="+", choices=["no", "yes"], default=["no", "yes"])
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[256, 1024])
-    parser.add_argument("--response-tokens", type=int, nargs="+", default=[250, 1000])
+    parser.add_argument("--in-flight", type=int, nargs="+", default=in_flight)
+    parser.add_argument("--response-tokens", type=int, nargs="+", default=response_tokens)
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--samples-per-prompt", type=int, default=8)
-    parser.add_argument("--gc", nargs="+", choices=["default", "off"], default=["default"])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3, help="per turn; the first opens the connections")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--quick", action="store_true", help="16 in flight, 40 tokens, one pair: does it work at all")
-    parser.add_argument("--client", nargs=4, metavar=("ARM", "URL", "CASE", "GC"), help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.client:
-        arm, url, order, collector = args.client
-        print(msgspec.json.encode(client(arm, url, msgspec.json.decode(order, type=Case), collector)).decode())
-        return 0
-    if args.quick:
-        args.in_flight, args.response_tokens, args.pairs, args.rounds = [16], [40], 1, 2
+    return parser
+
+
+def print_table(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, header: str, row: Callable[[Case], str]
+) -> None:
+    """The table with a row per case."""
     if args.rounds < 2 or args.pairs < 1 or max(args.response_tokens) > LONGEST_ANSWER:
         parser.error(f"needs --rounds >= 2, --pairs >= 1 and --response-tokens <= {LONGEST_ANSWER}")
     if any(n % args.samples_per_prompt for n in args.in_flight):
         parser.error("--in-flight must be whole groups of --samples-per-prompt")
-    rows: list[Summary] = []
-    print(HEADER, "|---" * HEADER.count(" | ") + "|---|", sep="\n", flush=True)
-    for case in cases(args):
-        for collector in args.gc:
-            rows.append(measure(case, args.pairs, collector))
-            print(table_row(rows[-1]), flush=True)
-            if args.json:  # after each case: a long run that is stopped keeps what it measured
-                args.json.write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
+    print(header, "|---" * (header.count(" | ") + 1) + "|", sep="\n", flush=True)
+    for kind, stream, in_flight, tokens in product(args.kinds, args.streaming, args.in_flight, args.response_tokens):
+        sizes = in_flight, tokens, args.prompt_len, args.rounds, args.samples_per_prompt
+        print(row(Case(kind, stream == "yes", *sizes)), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; ``--client ARM URL CASE`` is how it starts its own client processes."""
+    parser = parser_of("Client CPU of april beside a plain aiohttp client.", [256, 1024], [250, 1000])
+    parser.add_argument("--client", nargs=3, metavar=("ARM", "URL", "CASE"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.client:
+        arm, url, order = args.client
+        case = msgspec.json.decode(order, type=Case)
+        require_open_files(case.in_flight)
+        print(msgspec.json.encode((run_april if arm == "april" else run_bare)(url, case)).decode())
+        return 0
+    print_table(parser, args, HEADER, lambda case: table_row(case, args.pairs))
     return 0
 
 

@@ -85,19 +85,13 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """Some batches of one schedule, one after the other; seconds and tokens."""
+    """Some batches of one schedule, one after the other; seconds."""
 
     wall_s: float
-    update_s: list[float]
-    """Of each weight update."""
-    idle_s: float
-    """Nothing at the server."""
     busy_s: float
     """Requests at the server, integrated over the time."""
     batches: list[dict[str, float]]
     """Metrics of each."""
-    dropped: int
-    """Tokens and prompts since the first turn began, for whatever reason."""
 
 
 @dataclass(slots=True)
@@ -134,24 +128,20 @@ class Arm:
                 await loop.load_state_dict(self._state, next(self.weights))
             watched.reset()
             start = time.perf_counter()
-            updates = await self._train(loop, batches, train_s)
+            await self._train(loop, batches, train_s)
             self._state = loop.state_dict()
             watched.up_to_now()
             self.turns.append(
                 Turn(
                     wall_s=time.perf_counter() - start,
-                    update_s=updates,
-                    idle_s=watched.idle_s,
                     busy_s=watched.busy_s,
                     batches=[dict(batch.metrics) for batch in loop.batches[:batches]],
-                    dropped=sum(sum(books.dropped.values()) for books in loop.ledger().values()),
                 )
             )
             loop.validate()
 
-    async def _train(self, loop: Rollouts, batches: int, train_s: float) -> list[float]:
-        """Wait for a batch, sleep, update the weights; seconds of the updates."""
-        updates: list[float] = []
+    async def _train(self, loop: Rollouts, batches: int, train_s: float) -> None:
+        """Wait for a batch, sleep, update the weights."""
         asked = None
         for _ in range(batches):
             batch = await (asked or loop.next_batch())
@@ -159,13 +149,10 @@ class Arm:
                 raise RuntimeError("a response has not the forced length; has the model an end-of-sequence token?")
             asked = asyncio.create_task(loop.next_batch()) if self.schedule.ahead else None
             await asyncio.sleep(train_s)
-            begun = time.perf_counter()
             await loop.weight_update(next(self.weights), trained=batch.id)
-            updates.append(time.perf_counter() - begun)
         if asked is not None:
             asked.cancel()  # the state has its batch
             await asyncio.wait([asked])
-        return updates
 
     def expected(self, cost: MeasuredCost, train_s: float, ramp: int, batches: int) -> dict[str, float]:
         """The same by the simulation, where decoding, prefill and training take time, and nothing else does."""
@@ -252,7 +239,7 @@ async def limit(config: Config) -> float:
 
 
 def report(arms: list[Arm], times: StepTimes, limit_rate: float, train_s: float, ramp: int) -> dict[str, Any]:
-    """Rates of the loop, idle shares, staleness, and the same as the simulation expects it."""
+    """Rates of the loop, free slots, staleness, and the same as the simulation expects it."""
     cost = fitted(times, limit_rate)
     rows = {arm.name: arm_row(arm, cost, train_s, ramp) for arm in arms}
     smaller_limit = min(limit_rate, batch_tokens() / max(train_s, 1e-9))
@@ -265,10 +252,6 @@ def report(arms: list[Arm], times: StepTimes, limit_rate: float, train_s: float,
         "train_s": train_s,
         "batch_s_at_limit": batch_tokens() / limit_rate,
         "limit_tokens_per_s": limit_rate,
-        "smaller_limit_tokens_per_s": smaller_limit,
-        "step_ms": {n: s * 1e3 for n, s in times.curve().items()},
-        "fitted_step_ms": {n: s * 1e3 for n, s in cost.points},
-        "prefill_us_per_token": cost.per_prefill_token_s * 1e6,
     }
 
 
@@ -279,26 +262,14 @@ def arm_row(arm: Arm, cost: MeasuredCost, train_s: float, ramp: int) -> dict[str
     trained = sum(m["trained_tokens"] for m in metrics)
     expected = arm.expected(cost, train_s, ramp, len(metrics))
     return {
-        "batches": len(metrics),
-        "wall_s": wall,
         "trained_per_s": trained / wall,
-        "trained_per_s_of_turns": [sum(m["trained_tokens"] for m in t.batches) / t.wall_s for t in turns],
-        "idle_share": sum(t.idle_s for t in turns) / wall,
         "free_slots": SLOTS - sum(t.busy_s for t in turns) / wall,
-        "bubble": 1.0 - sum(t.busy_s for t in turns) / (SLOTS * wall),
         "staleness_mean": fmean(m["staleness_mean"] for m in metrics),
         "staleness_max": max(m["staleness_max"] for m in metrics),
-        "off_policy_share": sum(m["off_policy_share"] * m["trained_tokens"] for m in metrics) / trained,
-        "masked": sum(m["masked_tokens"] for m in metrics),
-        "dropped": turns[-1].dropped,
-        "reprefill_per_trained_token": sum(m["reprefill_tokens"] for m in metrics) / trained,
-        "reprefill_share": sum(m["reprefill_tokens"] for m in metrics) * cost.per_prefill_token_s / wall,
-        "update_s": fmean(s for t in turns for s in t.update_s),
         "expected_trained_per_s": expected["trained_tokens_per_s"],
         "expected_bubble": expected["bubble"],
         "expected_staleness_mean": expected["staleness_mean"],
         "expected_staleness_max": expected["staleness_max"],
-        "expected_off_policy_share": expected["off_policy_share"],
     }
 
 
@@ -309,10 +280,7 @@ def table(found: dict[str, Any]) -> Table:
         f"{found['limit_tokens_per_s']:,.0f} tokens/s, a batch in {found['batch_s_at_limit']:.2f} s; training takes "
         f"{found['train_s']:.2f} s (means)"
     )
-    for name in (
-        "schedule", "trained tok/s", f"over {STEPWISE}", "of the limit", "idle", "free slots", "staleness mean, max",
-        "off-policy", "masked, dropped", "re-prefill", "update",
-    ):  # fmt: skip
+    for name in ("schedule", "trained tok/s", f"over {STEPWISE}", "of the limit", "free slots", "staleness mean, max"):
         shown.add_column(name, justify="left" if name == "schedule" else "right")
     for name, r in found["arms"].items():
         shown.add_row(
@@ -320,14 +288,9 @@ def table(found: dict[str, Any]) -> Table:
             f"{r['trained_per_s']:,.0f} ({r['expected_trained_per_s']:,.0f})",
             f"{r['gain']:.2f}x ({r['expected_gain']:.2f}x)",
             f"{r['of_limit']:.2f} ({r['expected_of_limit']:.2f})",
-            f"{r['idle_share']:.0%}",
             f"{r['free_slots']:.1f} ({SLOTS * r['expected_bubble']:.1f})",
             f"{r['staleness_mean']:.2f} ({r['expected_staleness_mean']:.2f}), "
             f"{r['staleness_max']:.0f} ({r['expected_staleness_max']:.0f})",
-            f"{r['off_policy_share']:.0%} ({r['expected_off_policy_share']:.0%})",
-            f"{r['masked']:.0f}, {r['dropped']:.0f}",
-            f"{r['reprefill_share']:.1%}",
-            f"{r['update_s'] * 1e3:.0f} ms",
         )
     return shown
 

@@ -22,19 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from april.config.settings import Config
 from april.core.event_pump import EndedRequest, RequestSums
-from april.core.partial_buffer import IdleCause
 from april.core.sampling import SamplingParams
 from april.core.types import Prompt
-from april.driver import step_limit as step_limit
 from april.driver.llm import LLM
-from april.driver.step_limit import distance_of, idle_of
+from april.driver.step_limit import distance_of
 from april.engines.kinds.factory import open_servers
 from april.engines.protocol import Engine, Request
-from april.engines.simulated.fitted_cost import Requests, fit, predicted_s
+from april.engines.simulated.fitted_cost import Requests, fit
 from april.engines.simulated.response_lengths import LognormalLengths
 from april.simulate.simulation import Simulation
 from april.testing import rollouts
@@ -80,19 +77,14 @@ def config(arm: str, engine: dict[str, Any]) -> Config:
 class StepFigures(msgspec.Struct, frozen=True):
     """One step of one arm; wall seconds, tokens."""
 
-    end_s: float
-    """By the clock of the loop."""
     wall_s: float
     update_s: float
     abort_s: float
-    cpu_s: float
     generated: int
     trained: int
     reprefill: int
     in_flight_s: float
     off_policy_share: float
-    idle: dict[str, float]
-    """Place-seconds by cause, see april.driver.step_limit, without the turns of other arms."""
     ended: list[EndedRequest]
     """Requests that ended in it."""
 
@@ -129,7 +121,7 @@ class Arm:
         """A weight update and a batch."""
         before = self._rollouts.ledger()["tokens"].observed
         self._engine.reset()
-        cpu, start = time.process_time(), time.perf_counter()
+        start = time.perf_counter()
         await self._rollouts.weight_update(next(self._weights))
         updated = time.perf_counter()
         batch = await self._rollouts.next_batch()
@@ -141,17 +133,14 @@ class Arm:
         ended = [ran for _, latest in self._rollouts.requests for ran in latest if ran.ended_s > since]
         self.figures.append(
             StepFigures(
-                self._since,
                 end - start,
                 updated - start,
                 self._engine.abort_s,
-                time.process_time() - cpu,
                 self._rollouts.ledger()["tokens"].observed - before,
                 int(batch.metrics["trained_tokens"]),
                 int(batch.metrics["reprefill_tokens"]),
                 self._engine.busy_s,
                 batch.off_policy_share,
-                idle_of({**batch.metrics, f"idle_{IdleCause.TRAINER}": 0.0}, self.places),
                 ended,
             )
         )
@@ -214,7 +203,7 @@ class LimitSlices:
         self.rates.append(sum(shares) / (end - start))
 
 
-async def run(engine: dict[str, Any], weights: list[str], steps: int, ramp: int, raw: Path | None) -> dict[str, Any]:
+async def run(engine: dict[str, Any], weights: list[str], steps: int, ramp: int) -> dict[str, Any]:
     """All rounds; the report."""
     times = StepTimes()
     arms = [Arm(name, config(name, engine), weights, IN_FLIGHT[name]) for name in ARMS]
@@ -241,15 +230,8 @@ async def run(engine: dict[str, Any], weights: list[str], steps: int, ramp: int,
             for turn in turns[shift:] + turns[:shift]:
                 await turn()
             print(f"\rround {number + 1} of {ramp + steps}", end="", file=sys.stderr, flush=True)
-            keep(arms, raw)
     print(file=sys.stderr)
     return report(arms, limits, times, steps + ramp)
-
-
-def keep(arms: list[Arm], path: Path | None) -> None:
-    """Write all steps so far, so that they are there whatever comes."""
-    if path is not None:
-        path.write_bytes(msgspec.json.encode({arm.name: arm.figures for arm in arms}))
 
 
 def report(arms: list[Arm], limits: dict[int, LimitSlices], times: StepTimes, steps: int) -> dict[str, Any]:
@@ -268,7 +250,6 @@ def report(arms: list[Arm], limits: dict[int, LimitSlices], times: StepTimes, st
         "limit_by_curve": {n: 1.0 / seconds_per_token(cost, n, forced_lengths()) for n in limit},
         "step_ms": {n: s * 1e3 for n, s in times.curve().items()},
         "held_token_ns": cost.per_kv_token_s * 1e9,
-        "start_ms": {n: s * 1e3 for n, s in times.start_s().items()},
     }
 
 
@@ -289,7 +270,6 @@ def arm_row(arm: Arm, limit: float, cost: MeasuredCost, times: StepTimes, steps:
     return {
         "steps": n,
         "wall_s_per_step": wall / n,
-        "cpu_s_per_step": sum(s.cpu_s for s in f) / n,
         "generated_per_s": sum(s.generated for s in f) / wall,
         "trained_per_s": sum(s.trained for s in f) / wall,
         "of_limit": sum(s.generated for s in f) / wall / limit,
@@ -301,74 +281,41 @@ def arm_row(arm: Arm, limit: float, cost: MeasuredCost, times: StepTimes, steps:
         "reprefill_share": sum(s.reprefill for s in f) * prefill_s / wall,
         "in_flight_mean": sum(s.in_flight_s for s in f) / wall,
         "off_policy_share": sum(s.off_policy_share * s.trained for s in f) / sum(s.trained for s in f),
-        **account(arm),
+        "of_fitted_limit": of_fitted_limit(arm),
     }
 
 
-def account(arm: Arm) -> dict[str, float]:
-    """Where the time went, by the cost that is fitted to the arm's own requests; how well that cost foretells.
-
-    The cost is fitted to the requests of the first half, and tells what those of each step of the second half take
-    together: ``held_out`` is the mean error, ``held_out_sum`` that of all these steps together. ``noise``: the mean
-    error by the cost that is fitted to these very steps. No cost can tell them much better.
-    """
-    figures, half = arm.figures, len(arm.figures) // 2
-    later = [step for step in figures[half:] if step.ended]  # of the others all that was delivered was there before
-    whole, first, again = (
-        fit(Requests.of(ran for step in steps for ran in step.ended)) for steps in (figures, figures[:half], later)
-    )
-    if whole is None or first is None or again is None:
-        return {}
-    seen = [Requests.of(step.ended) for step in later]
-    took = np.array([(s.ended_s - s.began_s).sum() for s in seen])
-    told, itself = (np.array([predicted_s(s, by.cost).sum() for s in seen]) for by in (first, again))
-    brought, idle = RequestSums(), dict.fromkeys(step_limit.GROUPS, 0.0)
-    for step in figures:
-        for ran in step.ended:
-            brought.add(ran)
-        for name, place_s in step.idle.items():
-            idle[name] += place_s
+def of_fitted_limit(arm: Arm) -> float:
+    """Share of the time that the limit takes, by the cost that is fitted to the arm's own requests; nan if too few."""
+    ended = [ran for step in arm.figures for ran in step.ended]
+    fitted = fit(Requests.of(ended))
+    if fitted is None:
+        return math.nan
+    brought = RequestSums()
+    for ran in ended:
+        brought.add(ran)
     found = distance_of(
-        [(whole.cost, brought)], places=arm.places, seconds=sum(s.wall_s for s in figures),
-        again=sum(s.reprefill for s in figures), idle=idle,
+        [(fitted.cost, brought)], places=arm.places, seconds=sum(s.wall_s for s in arm.figures),
+        again=sum(s.reprefill for s in arm.figures), idle={},
     )  # fmt: skip
     assert found is not None
-    return {
-        "held_out": float(np.abs(told / took - 1.0).mean()),
-        "held_out_sum": float(abs(told.sum() / took.sum() - 1.0)),
-        "noise": float(np.abs(itself / took - 1.0).mean()),
-        "fitted_limit": found.at_limit,
-        "lost_reprefill": found.reprefill,
-        **{f"lost_{name.replace(' ', '_')}": found.causes.get(name, 0.0) for name in step_limit.GROUPS},
-        "lost_unexplained": found.unexplained,
-    }
+    return found.at_limit
 
 
 def table(found: dict[str, Any]) -> str:
     """Markdown."""
     lines = [
-        "| arm | generated tok/s | of the limit | of the replay | trained tok/s | gain over sync (replay) "
-        "| update | abort | re-prefill | in flight | off-policy |",
-        "|---" * 11 + "|",
+        "| arm | generated tok/s | of the limit | of the fitted limit | of the replay | trained tok/s "
+        "| gain over sync (replay) | update | abort | re-prefill | in flight | off-policy |",
+        "|---" * 12 + "|",
     ]
     for name, r in found["arms"].items():
         lines.append(
-            f"| {name} | {r['generated_per_s']:,.0f} | {r['of_limit']:.2f} | {r['of_replay']:.2f} "
-            f"| {r['trained_per_s']:,.0f} | {r['gain']:.2f}x ({r['replay_gain']:.2f}x) | {r['update_share']:.1%} "
-            f"| {r['abort_share']:.1%} | {r['reprefill_share']:.1%} | {r['in_flight_mean']:.1f} "
-            f"| {r['off_policy_share']:.0%} |"
+            f"| {name} | {r['generated_per_s']:,.0f} | {r['of_limit']:.2f} | {r['of_fitted_limit']:.0%} "
+            f"| {r['of_replay']:.2f} | {r['trained_per_s']:,.0f} | {r['gain']:.2f}x ({r['replay_gain']:.2f}x) "
+            f"| {r['update_share']:.1%} | {r['abort_share']:.1%} | {r['reprefill_share']:.1%} "
+            f"| {r['in_flight_mean']:.1f} | {r['off_policy_share']:.0%} |"
         )
-    told = {name: r for name, r in found["arms"].items() if "held_out" in r}  # of the others too little ended
-    lost = [name for name in next(iter(told.values()), {}) if name.startswith("lost_")]
-    lines += [
-        "", "| arm | of the fitted limit | " + " | ".join(name[5:].replace("_", " ") for name in lost)
-        + " | fitted cost, off by, held-out steps | all of them together | fitted to themselves |",
-        "|---" * (5 + len(lost)) + "|",
-    ]  # fmt: skip
-    for name, r in told.items():
-        shares = " | ".join(f"{r[of]:.1%}" for of in ("fitted_limit", *lost))
-        off = " | ".join(f"{r[of]:.1%}" for of in ("held_out", "held_out_sum", "noise"))
-        lines.append(f"| {name} | {shares} | {off} |")
     by_curve = found["limit_by_curve"]
     kept = ", ".join(
         f"{rate:,.0f} tok/s at {n}, {rate / by_curve[n]:.2f} of the curve's"
@@ -388,12 +335,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--weights", nargs=2, required=True, help="two directories, loaded in turn at each step")
     parser.add_argument("--steps", type=int, default=64, help="counted steps of each arm")
     parser.add_argument("--ramp", type=int, default=4, help="steps before them")
-    parser.add_argument("--json", type=Path, help="write the report here, and all steps beside it")
+    parser.add_argument("--json", type=Path, help="write the report here")
     args = parser.parse_args(argv)
     if args.steps < 1 or args.ramp < 0:
         parser.error("--steps must be at least 1 and --ramp at least 0")
-    raw = args.json.with_suffix(".steps.json") if args.json else None
-    found = asyncio.run(run({"kind": args.kind, "urls": args.url}, args.weights, args.steps, args.ramp, raw))
+    found = asyncio.run(run({"kind": args.kind, "urls": args.url}, args.weights, args.steps, args.ramp))
     print(table(found))
     if args.json:
         args.json.write_bytes(msgspec.json.format(msgspec.json.encode(found)))

@@ -21,10 +21,9 @@ import msgspec
 
 import april
 from april.engines.kinds.factory import open_servers
-from benchmarks.canned_replies import SGLANG, VLLM
 from benchmarks.canned_server import require_open_files
 from benchmarks.client_arms import ArmResult, Case, Relay, engine_config, keep_pace, run_april
-from benchmarks.client_cost import ROOT, TURN_S, canned_server, server_options
+from benchmarks.client_cost import ROOT, canned_server, first_cells, parser_of, print_table, result_of, server_options
 
 DIRECT, BETWEEN = "direct", "between"
 HEADER = (
@@ -58,12 +57,7 @@ def run_turn(arm: str, url: str, case: Case, interval_s: float) -> ArmResult:
     """One scheduler process; raises RuntimeError when a token is missing."""
     order = msgspec.json.encode(case).decode()
     with between(url, order, interval_s) if arm == BETWEEN else contextlib.nullcontext("") as process:
-        command = [sys.executable, "-m", "benchmarks.relay_cost", "--own", "scheduler", url, order, process]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=TURN_S, check=True)
-    result = msgspec.json.decode(done.stdout, type=ArmResult)
-    if result.tokens_kept != case.in_flight * case.response_tokens * case.rounds:
-        raise RuntimeError(f"{arm} kept {result.tokens_kept} tokens")
-    return result
+        return result_of(["-m", "benchmarks.relay_cost", "--own", "scheduler", url, order, process], case)
 
 
 def table_row(case: Case, pairs: int, interval_s: float) -> str:
@@ -78,7 +72,7 @@ def table_row(case: Case, pairs: int, interval_s: float) -> str:
     costs = [median(direct), *map(median, sides)]
     ratios = [[one / other for one, other in zip(side, direct, strict=True)] for side in sides]
     return "| " + " | ".join([
-        case.kind, "yes" if case.stream else "no", str(case.in_flight), str(case.response_tokens),
+        *first_cells(case),
         *(f"{cost:,.0f}" for cost in costs),
         *(f"{median(ratio):.2f} ({min(ratio):.2f}-{max(ratio):.2f})" for ratio in ratios),
         *(f"{1e6 * case.response_tokens / cost:,.0f}" for cost in costs),
@@ -87,17 +81,8 @@ def table_row(case: Case, pairs: int, interval_s: float) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; ``--own PART URL CASE OF_RELAY`` is how it starts its own processes."""
-    parser = argparse.ArgumentParser(description="CPU of a scheduler with and without a process before the servers.")
-    parser.add_argument("--kinds", nargs="+", choices=[VLLM, SGLANG], default=[VLLM, SGLANG])
-    parser.add_argument("--streaming", nargs="+", choices=["no", "yes"], default=["yes", "no"])
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[256])
-    parser.add_argument("--response-tokens", type=int, nargs="+", default=[1000])
-    parser.add_argument("--prompt-len", type=int, default=256)
-    parser.add_argument("--samples-per-prompt", type=int, default=8)
+    parser = parser_of("CPU of a scheduler with and without a process before the servers.", [256], [1000])
     parser.add_argument("--interval-s", type=float, default=600.0, help="of the engine of kind april")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3, help="per turn; the first opens the connections")
-    parser.add_argument("--quick", action="store_true", help="16 in flight, 40 tokens, one pair: does it work at all")
     parser.add_argument("--own", nargs=4, metavar=("PART", "URL", "CASE", "OF_RELAY"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.own:
@@ -110,17 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = msgspec.json.decode(process, type=Relay) if process else None
         print(msgspec.json.encode(run_april(url, case, found)).decode())
         return 0
-    if args.quick:
-        args.in_flight, args.response_tokens, args.pairs, args.rounds = [16], [40], 1, 2
-    print(HEADER, "|---" * (HEADER.count(" | ") + 1) + "|", sep="\n", flush=True)
-    for kind in args.kinds:
-        for stream in args.streaming:
-            for in_flight in args.in_flight:
-                for tokens in args.response_tokens:
-                    case = Case(
-                        kind, stream == "yes", in_flight, tokens, args.prompt_len, args.rounds, args.samples_per_prompt
-                    )
-                    print(table_row(case, args.pairs, args.interval_s), flush=True)
+    print_table(parser, args, HEADER, lambda case: table_row(case, args.pairs, args.interval_s))
     return 0
 
 

@@ -56,14 +56,6 @@ class Turn:
     wall_s: float
     tokens: int
     """Trained."""
-    trainer_idle_s: float
-    idle_s: float
-    """Without any request at the server."""
-    in_flight_s: float
-    """Requests at the server, integrated."""
-    cpu_s: float
-    off_policy: int
-    """Trained tokens of older weights than those they were trained on."""
     ages: list[int]
     """Per trained sample: updates between the weights of its oldest token and those it was trained on."""
 
@@ -109,11 +101,10 @@ class Loop:
         host, _, port = url.removeprefix("http://").partition(":")
         self.server.node_rank, self.server.server_host, self.server.server_port = 0, host, int(port)
         self.updates = 0
-        self.before: dict[str, Any] = {}
-        self.turn: dict[str, Any] = {"tokens": 0, "off_policy": 0, "ages": [], "trainer_idle_s": 0.0}
+        self.tokens, self.ages = 0, list[int]()
+        self.begun = self.ended = 0.0
+        """Of the steps that are counted."""
         self.groups: set[int] = set()
-        self.free_at = 0.0
-        """When the trainer had nothing to do any more, had it not been for updates since."""
 
     def generate(self, rollout_id: int) -> Any:
         samples, _ = type(self.manager)._get_rollout_data(self.manager, rollout_id=rollout_id)
@@ -121,34 +112,24 @@ class Loop:
 
     def update_weights(self) -> None:
         """The calls of slime's UpdateWeightFromDistributed, in its order."""
-        begun = time.monotonic()
         self.server.pause_generation()
         self.server.flush_cache()
         time.sleep(self.update_s)
         self.updates += 1
         self.server.update_weights_from_distributed([], [], [], "group", weight_version=str(self.updates))
         self.server.continue_generation()
-        self.free_at += time.monotonic() - begun
 
     def train(self, rollout_id: int, data: Any) -> None:
-        counted, begun = rollout_id >= self.warm, time.monotonic()
         time.sleep(self.train_s)
         samples, _ = data
         self.groups |= {sample.group_index for sample in samples}
-        for sample in samples if counted else ():
+        for sample in samples if rollout_id >= self.warm else ():
             made = np.rint(np.array(sample.rollout_log_probs) / -PER_UPDATE).astype(int)
-            self.turn["tokens"] += len(made)
-            self.turn["off_policy"] += int((made < self.updates).sum())
-            self.turn["ages"].append(self.updates - int(made.min()))
-        if counted:
-            self.turn["trainer_idle_s"] += begun - self.free_at
-        self.free_at = time.monotonic()
+            self.tokens += len(made)
+            self.ages.append(self.updates - int(made.min()))
+        self.ended = time.monotonic()
         if rollout_id == self.warm - 1:
-            self.before = self._figures()
-        self.last = self._figures()
-
-    def _figures(self) -> dict[str, Any]:
-        return _get(self.url, "/figures") | {"at_s": time.monotonic(), "cpu_s": time.process_time()}
+            self.begun = self.ended
 
     def run(self, slime: Path) -> Turn:
         """slime's own loop from beginning to end."""
@@ -170,13 +151,9 @@ class Loop:
         with mock.patch.dict(vars(program), absent):
             program.train(self.args)
         self._check_books()
-        first, last = self.before, self.last
-        assert not last["violations"], last["violations"][:3]
-        return Turn(
-            arm=self.arm, wall_s=last["at_s"] - first["at_s"], cpu_s=last["cpu_s"] - first["cpu_s"],
-            idle_s=last["idle_s"] - first["idle_s"], in_flight_s=last["in_flight_s"] - first["in_flight_s"],
-            **self.turn,
-        )  # fmt: skip
+        violations = _get(self.url, "/figures")["violations"]
+        assert not violations, violations[:3]
+        return Turn(arm=self.arm, wall_s=self.ended - self.begun, tokens=self.tokens, ages=self.ages)
 
     def _check_books(self) -> None:
         """Of april's: every group that was drawn is trained once, or held."""
@@ -193,25 +170,15 @@ def table(turns: list[Turn]) -> str:
     """Markdown, a column per arm, over all its turns."""
     arms = list(dict.fromkeys(turn.arm for turn in turns))
     of = {arm: [turn for turn in turns if turn.arm == arm] for arm in arms}
-
     ages = {arm: [age for turn in of[arm] for age in turn.ages] for arm in arms}
 
-    def total(arm: str, name: str) -> float:
-        return float(sum(getattr(turn, name) for turn in of[arm]))
-
     def rate(arm: str) -> float:
-        return total(arm, "tokens") / total(arm, "wall_s")
+        return sum(turn.tokens for turn in of[arm]) / sum(turn.wall_s for turn in of[arm])
 
     rows: dict[str, Callable[[str], str]] = {
         "trained tokens per second of the loop": lambda a: f"{rate(a):,.0f} ({rate(a) / rate(arms[0]):.2f}x)",
         "the same, by turn": lambda a: ", ".join(f"{t.tokens / t.wall_s:,.0f}" for t in of[a]),
-        "places without a request": lambda a: f"{1 - total(a, 'in_flight_s') / SLOTS / total(a, 'wall_s'):.0%}",
-        "time without any request": lambda a: f"{total(a, 'idle_s') / total(a, 'wall_s'):.0%}",
-        "trainer without a batch, updates left out": lambda a: f"{total(a, 'trainer_idle_s') / total(a, 'wall_s'):.0%}",
-        "tokens from older weights": lambda a: f"{total(a, 'off_policy') / total(a, 'tokens'):.0%}",
         "staleness when trained, in updates: mean, largest": lambda a: f"{np.mean(ages[a]):.2f}, {max(ages[a])}",
-        "mean length of a trained response": lambda a: f"{total(a, 'tokens') / len(ages[a]):.0f}",
-        "CPU time of the trainer's process": lambda a: f"{total(a, 'cpu_s') / total(a, 'wall_s'):.0%}",
     }
     lines = ["| | " + " | ".join(arms) + " |", "|---" * (len(arms) + 1) + "|"]
     return "\n".join([*lines, *(f"| {name} | {' | '.join(map(cell, arms))} |" for name, cell in rows.items())])

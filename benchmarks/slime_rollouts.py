@@ -50,27 +50,16 @@ class Result:
     lost: int
     """Groups: drawn, and neither delivered nor held nor dropped by name."""
     twice: int
-    samples: int
-    """Delivered in the rounds that are counted, as everything below is."""
     tokens: int
-    """Response tokens delivered."""
-    generated: int
-    """Response tokens, at the server."""
-    prefilled: int
+    """Response tokens delivered in the rounds that are counted, as everything below is."""
     rollout_s: float
     """Time inside the rollout function, all rounds together."""
     longest_s: float
-    idle_s: float
-    """Of rollout_s, the time in which no request was at the server."""
-    longest_idle_s: float
-    client_cpu_s: float
     off_policy_share: float
     """Of the delivered tokens, those of older weights than the round's."""
     staleness_mean: float
     """Per sample: updates between the weights of its oldest token and those of its round."""
     staleness_max: int
-    masked_whole: int
-    """Delivered samples without a token that is trained on."""
 
 
 def run_arm(arm: str, url: str, work: Path, rounds: int, warm: int, flags: list[str]) -> Result:
@@ -87,20 +76,14 @@ def run_arm(arm: str, url: str, work: Path, rounds: int, warm: int, flags: list[
         adapter = __import__("april.adapters.slime", fromlist=["make_generate_rollout"])
         function = adapter.make_generate_rollout()
     seen: dict[int, int] = {}
-    walls, idles, ages, cpu = [], [], [], 0.0
-    tokens = older = masked = 0
-    before: dict[str, Any] = {}
+    walls, ages = [], []
+    tokens = older = 0
     for rollout_id in range(warm + rounds):
         _post(url, "/trainer", {"label": str(rollout_id + 1), "updates": rollout_id})
-        if rollout_id == warm:
-            before = _get(url, "/figures")
-        idle, cpu_0, begun = _get(url, "/figures")["idle_s"], time.process_time(), time.monotonic()
+        begun = time.monotonic()
         groups = function(args, rollout_id, data).samples
-        wall = time.monotonic() - begun
         if rollout_id >= warm:
-            cpu += time.process_time() - cpu_0
-            walls.append(wall)
-            idles.append(_get(url, "/figures")["idle_s"] - idle)
+            walls.append(time.monotonic() - begun)
         assert [len(g) for g in groups] == [args.n_samples_per_prompt] * args.rollout_batch_size
         for group in groups:
             seen[group[0].group_index] = seen.get(group[0].group_index, 0) + 1
@@ -110,17 +93,14 @@ def run_arm(arm: str, url: str, work: Path, rounds: int, warm: int, flags: list[
                 tokens += len(updates)
                 older += int((updates < rollout_id).sum())
                 ages.append(rollout_id - int(updates.min()))
-                masked += sample.loss_mask is not None and not any(sample.loss_mask)
-    figures = _get(url, "/figures")
-    assert not figures["violations"], figures["violations"][:3]
+    violations = _get(url, "/figures")["violations"]
+    assert not violations, violations[:3]
     held, dropped = _kept(function, data) if settings is not None else (len(data.buffer), 0)
     return Result(
         arm=arm, rounds=rounds, drawn=len(data.drawn), delivered=sum(seen.values()), held=held, dropped=dropped,
         lost=len(data.drawn) - sum(seen.values()) - held - dropped, twice=sum(n > 1 for n in seen.values()),
-        samples=len(ages), tokens=tokens, generated=figures["generated"] - before["generated"],
-        prefilled=figures["prefilled"] - before["prefilled"], rollout_s=sum(walls), longest_s=max(walls),
-        idle_s=sum(idles), longest_idle_s=max(idles), client_cpu_s=cpu, off_policy_share=older / tokens,
-        staleness_mean=float(np.mean(ages)), staleness_max=max(ages), masked_whole=masked,
+        tokens=tokens, rollout_s=sum(walls), longest_s=max(walls), off_policy_share=older / tokens,
+        staleness_mean=float(np.mean(ages)), staleness_max=max(ages),
     )  # fmt: skip
 
 
@@ -145,15 +125,9 @@ def table(results: list[Result]) -> str:
             f"{r.tokens / r.rollout_s:,.0f} ({r.tokens / r.rollout_s / (first.tokens / first.rollout_s):.2f}x)"
             for r in results
         ],
-        "generated tokens per second": [f"{r.generated / r.rollout_s:,.0f}" for r in results],
         "a round: mean, longest": [f"{r.rollout_s / r.rounds:.2f} s, {r.longest_s:.2f} s" for r in results],
-        "of it without any request at the server: mean, longest": [
-            f"{r.idle_s / r.rounds:.2f} s, {r.longest_idle_s:.2f} s" for r in results
-        ],
         "tokens from older weights": [f"{r.off_policy_share:.0%}" for r in results],
         "staleness of samples: mean, max": [f"{r.staleness_mean:.2f}, {r.staleness_max}" for r in results],
-        "mean length of a delivered response": [f"{r.tokens / r.samples:.0f}" for r in results],
-        "CPU time of the trainer's process per round": [f"{r.client_cpu_s / r.rounds:.2f} s" for r in results],
     }
     lines = ["| | " + " | ".join(r.arm for r in results) + " |", "|---" * (len(results) + 1) + "|"]
     return "\n".join([*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())])

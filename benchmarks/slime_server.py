@@ -19,7 +19,6 @@ import asyncio
 import hashlib
 import json
 import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -95,8 +94,6 @@ class TimedSglangServer(FakeSglangServer):
         self._served: dict[str, Place] = {}
         self._goes_on = asyncio.Event()
         self._goes_on.set()
-        self._in_flight_s, self._counted_at = 0.0, time.monotonic()
-        self._idle_s, self._idle_since = 0.0, time.monotonic()
 
     async def start(self) -> str:
         # in the loop: the engine keeps its time
@@ -135,10 +132,7 @@ class TimedSglangServer(FakeSglangServer):
         await self._goes_on.wait()
         if request.transport is None or request.transport.is_closing():
             return web.Response()  # its client has left
-        self._count()
         place = self._served[rid] = self._responses.place_of(ids)
-        if len(self._served) == 1:
-            self._idle_s += time.monotonic() - self._idle_since
         wanted = body["sampling_params"]
         asked = Request(
             attempt_id=rid, token_ids=ids,
@@ -149,10 +143,7 @@ class TimedSglangServer(FakeSglangServer):
             async for chunk in self.engine.generate(asked):
                 tokens, finish = chunk.tokens, chunk.finish
         finally:
-            self._count()
             del self._served[rid]
-            if not self._served:
-                self._idle_since = time.monotonic()
         if finish is EngineFinish.ABORT:
             self._responses.cut(place, np.concatenate([ids, tokens]))
         assert finish is not None
@@ -185,12 +176,6 @@ class TimedSglangServer(FakeSglangServer):
         decoder = self.engine.decoder
         await asyncio.sleep(self._cost.step_s(decoder.running, decoder.kv_tokens))
         await self.engine.abort(rids)
-
-    def _count(self) -> None:
-        """Requests in flight, integrated over time."""
-        now = time.monotonic()
-        self._in_flight_s += len(self._served) * (now - self._counted_at)
-        self._counted_at = now
 
     async def _pause(self, request: web.Request) -> web.Response:
         """As SGLang: by default everything is aborted, and what comes now waits until it goes on."""
@@ -242,14 +227,8 @@ class TimedSglangServer(FakeSglangServer):
         return web.json_response({})
 
     async def _figures(self, request: web.Request) -> web.Response:
-        self._count()
-        counters = self.engine.decoder.counters()
-        idle = self._idle_s + (0.0 if self._served else time.monotonic() - self._idle_since)
-        return web.json_response({
-            "idle_s": idle, "in_flight_s": self._in_flight_s, "busy_s": counters.busy_time_s,
-            "generated": counters.generated_tokens, "prefilled": counters.prefill_tokens,
-            "requests": counters.requests, "aborts": len(self.aborts), "violations": self.violations,
-        })  # fmt: skip
+        requests = self.engine.decoder.counters().requests
+        return web.json_response({"requests": requests, "violations": self.violations})
 
 
 async def serve(server: TimedSglangServer) -> None:

@@ -1,7 +1,7 @@
-"""How long a decode step takes, by the number in flight and what they hold; and what a request costs besides.
+"""How long a decode step takes, by the number in flight and what they hold.
 
-Two waves of equal requests, short and long: the difference is decoding alone, what is left of the short one is
-prefill and the way to the engine and back. The same two waves with long prompts: what the tokens in the cache cost.
+Two waves of equal requests, short and long: the difference is decoding alone. The same two waves with long prompts:
+what the tokens in the cache cost.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ async def wave_s(engine: Engine, count: int, tokens: int, prompt_len: int) -> fl
     return time.perf_counter() - start
 
 
-async def _start_and_step(engine: Engine, count: int, prompt_len: int) -> tuple[float, float]:
-    """Seconds of a wave of SHORT tokens, and of one decode step between SHORT and LONG tokens."""
+async def _step_s(engine: Engine, count: int, prompt_len: int) -> float:
+    """Seconds of one decode step between SHORT and LONG tokens."""
     short, long = await wave_s(engine, count, SHORT, prompt_len), await wave_s(engine, count, LONG, prompt_len)
-    return short, (long - short) / (LONG - SHORT)
+    return (long - short) / (LONG - SHORT)
 
 
 class StepTimes(msgspec.Struct):
@@ -75,8 +75,6 @@ class StepTimes(msgspec.Struct):
 
     samples: dict[int, list[float]] = {}
     """In flight -> seconds per decode step."""
-    starts: dict[int, list[float]] = {}
-    """In flight -> seconds besides decoding (prefill of short prompts included)."""
     prefill: list[float] = []
     """Seconds per prompt token beyond the short prompt."""
     held: list[float] = []
@@ -85,12 +83,9 @@ class StepTimes(msgspec.Struct):
     async def measure(self, engine: Engine, prompt_len: int, points: Sequence[int] = POINTS) -> None:
         """One more measurement at each point."""
         for n in points:
-            short, step = await _start_and_step(engine, n, prompt_len)
-            self.samples.setdefault(n, []).append(step)
-            self.starts.setdefault(n, []).append(short - SHORT * step)
+            self.samples.setdefault(n, []).append(await _step_s(engine, n, prompt_len))
         if HOLDING in points:
-            _, step = await _start_and_step(engine, HOLDING, LONG_PROMPT)
-            more = step - self.samples[HOLDING][-1]
+            more = await _step_s(engine, HOLDING, LONG_PROMPT) - self.samples[HOLDING][-1]
             self.held.append(more / (HOLDING * (LONG_PROMPT - prompt_len)))
         long_prompts = await wave_s(engine, 8, 2, LONG_PROMPT) - await wave_s(engine, 8, 2, prompt_len)
         self.prefill.append(long_prompts / (8 * (LONG_PROMPT - prompt_len)))
@@ -98,10 +93,6 @@ class StepTimes(msgspec.Struct):
     def curve(self) -> dict[int, float]:
         """In flight -> seconds per step."""
         return {n: median(values) for n, values in sorted(self.samples.items())}
-
-    def start_s(self) -> dict[int, float]:
-        """In flight -> seconds that a wave takes besides its decode steps."""
-        return {n: median(values) for n, values in sorted(self.starts.items())}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""An engine with a stopwatch: when aborts were asked for, when the last request ended, how many were in flight, and how
-long nothing was."""
+"""An engine with a stopwatch: when aborts were asked for, when the last request ended, and how many were in flight."""
 
 from __future__ import annotations
 
@@ -25,8 +24,6 @@ class StopwatchEngine(RecordingEngine):
         self._changed = time.perf_counter()
         self.busy_s = 0.0
         """Requests in flight, integrated over the time of the step."""
-        self.idle_s = 0.0
-        """Seconds in which nothing was in flight."""
         self.first_abort: float | None = None
         self.last_end: float | None = None
 
@@ -44,8 +41,6 @@ class StopwatchEngine(RecordingEngine):
     def _change(self, by: int) -> float:
         now = time.perf_counter()
         self.busy_s += self._running * (now - self._changed)
-        if not self._running:
-            self.idle_s += now - self._changed
         self._changed = now
         self._running += by
         return now

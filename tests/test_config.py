@@ -215,7 +215,6 @@ def test_unresolved_omegaconf_values(change: dict[str, Any], words: str) -> None
         ("rollout_batch_size: !!python/name:os.system", "python/name"),
         ("rollout_batch_size: [1", "not valid YAML"),
         ("a: 1\n b: 2", "not valid YAML"),
-        ("", "expected a mapping of settings, got NoneType"),
         ("- 1", "expected a mapping of settings, got list"),
     ],
 )

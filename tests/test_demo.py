@@ -209,13 +209,3 @@ DRAFT = [task.DRAFT_ID, *task.answer_ids(45)[1:-1]]
 def test_only_the_exact_answer_earns_the_reward(tokens: np.ndarray, expected: float) -> None:
     """The reward is verifiable: the answer's tokens, exactly, and EOS."""
     assert task.reward(PROMPT, tokens) == expected
-
-
-def test_prompts_depend_on_seed_and_index_only_and_held_out_ones_are_never_trained() -> None:
-    """The same arguments give the same prompt; the two streams share no number."""
-    train = [task.prompt_ids(3, i) for i in range(300)]
-    held_out = [task.prompt_ids(3, i, held_out=True) for i in range(300)]
-
-    assert np.array_equal(task.prompt_ids(3, 17), train[17])
-    assert {task.decode_prompt(p)[0] for p in train}.isdisjoint({task.decode_prompt(p)[0] for p in held_out})
-    assert not np.array_equal(np.stack(train), np.stack([task.prompt_ids(4, i) for i in range(300)]))

@@ -79,7 +79,7 @@ class Functions:
     def rollouts(self, **changes: Any) -> Rollouts:
         """N = 2, n = 4."""
         scored = {"group_reward": self.group_reward} if self.which == "group_reward" else {"reward": self.reward}
-        values: dict[str, Any] = {"n": 2, "samples": 4, "retry_pause_s": 4.0, "rollout": self.rollout} | scored
+        values: dict[str, Any] = {"n": 2, "samples": 4, "rollout": self.rollout} | scored
         return Rollouts(table({}), filter=self.filter, **(values | changes))
 
 
@@ -145,7 +145,7 @@ async def test_a_function_that_fails(which: str, fault: Callable[[], Awaitable[A
         failed.append(sample_id)
         return await fault()
 
-    rollouts = Functions(which, once_or_more).rollouts(samples=3, function_timeout_s=60.0, retry_pause_s=1.0)
+    rollouts = Functions(which, once_or_more).rollouts(samples=3, function_timeout_s=60.0)
     batch = await rollouts.step()
     assert len(failed) == times
     assert set(batch.group_ids.tolist()) == ({0, 1} if times == 1 else {0, 2})
@@ -353,7 +353,7 @@ async def test_bad_rows_cost_themselves(which: str, bad: set[int]) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 async def test_bad_rows_first_where_a_batch_is_small(n: int) -> None:
     """Others are in work beside them: what becomes of those tells whether a function is wrong."""
-    rollouts = failing("reward", MISTAKES["key"], lambda group: group < 3).rollouts(n=n, over=8, samples=1)
+    rollouts = failing("reward", MISTAKES["key"], lambda group: group < 3).rollouts(n=n, over=6, samples=1)
     for _ in range(4):
         await rollouts.step()
     await asyncio.sleep(100)

@@ -13,6 +13,7 @@ from real_schedulers import config, scheduler
 from virtual_rollouts import Rollouts, now, on_virtual_time, table
 
 import april
+from april.config.settings import RETRY_PAUSE_S
 from april.core.types import DropReason, Prompt, SampleId
 from april.driver.llm import LLM
 from april.driver.rewards import Response
@@ -47,7 +48,7 @@ async def test_an_async_reward_that_ignores_its_cancellation_is_left_behind(endi
     batch = await rollouts.step()
     assert batch.rewards.tolist() == [1.0]
     assert late == [-1.0, 75.0]
-    assert now() == 5 + 50 + 40
+    assert now() == 5 + 50 + RETRY_PAUSE_S + 40
     assert rollouts.core.counters["late_events"] == 0
 
 

@@ -10,8 +10,15 @@ from virtual_rollouts import Rollouts, now, on_virtual_time, table
 
 from april.core.types import DropReason, Prompt
 from april.driver.llm import LLM, Completion
+from april.scheduler import RolloutScheduler
 
 pytestmark = on_virtual_time
+
+
+@pytest.fixture(autouse=True)
+def _doors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents ask at doors of this process."""
+    monkeypatch.setattr(RolloutScheduler, "_gateway_type", MemoryDoors)
 
 
 async def test_a_client_that_leaves_for_good() -> None:
@@ -26,7 +33,7 @@ async def test_a_client_that_leaves_for_good() -> None:
             await left
         assert len((await door.ask(prompt.token_ids)).tokens) == 30
 
-    rollouts = Rollouts(table({}, 30), n=1, samples=1, rollout=rollout, doors=MemoryDoors())
+    rollouts = Rollouts(table({}, 30), n=1, samples=1, rollout=rollout)
     (row,) = (await rollouts.driver.next_batch()).samples
     assert len(row.tokens) == 30
     assert 9 <= rollouts.dropped[DropReason.UNHEARD] <= 11
@@ -41,7 +48,7 @@ async def test_a_client_that_leaves_as_its_answer_comes() -> None:
         await door_of(llm).ask([*prompt.token_ids, 5], heard=False)
         heard.append(await door_of(llm).ask(prompt.token_ids))
 
-    rollouts = Rollouts(table({}, 30), n=1, samples=1, rollout=rollout, doors=MemoryDoors())
+    rollouts = Rollouts(table({}, 30), n=1, samples=1, rollout=rollout)
     (row,) = (await rollouts.driver.next_batch()).samples
     assert row.tokens.tolist() == heard[0].tokens.tolist()
     assert rollouts.dropped[DropReason.UNHEARD] == 30

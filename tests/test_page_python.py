@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import inspect
 import os
 import random
@@ -27,6 +26,7 @@ from pages import Block, executes, text_of
 from rank_threads import CONFIG as RAY_CONFIG
 from rank_threads import beside
 from server_fixtures import ServerThread
+from test_examples import loaded
 from test_exporters import Kept, Words
 from test_ray_ranks import World
 from tiny_models import VOCAB_SIZE, tiny_model
@@ -96,7 +96,7 @@ def test_images_as_on_the_page(code: list[Block], monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("renderers")
     monkeypatch.chdir(tmp_path)
     picture().save("cats.png")
-    example = own_loop_images()
+    example = loaded("own_loop_images")
     given = reader(model=example.tiny_model(), processor=example.tiny_processor(), draw=lambda text: encoded())
     scheduler, calls = code
     config = april.Config(rollout_batch_size=1, n_samples_per_prompt=2, max_response_len=60)
@@ -129,17 +129,6 @@ def test_experts_as_on_the_page(code: list[Block], capsys: pytest.CaptureFixture
     printed = [line for line in capsys.readouterr().out.splitlines() if "uint8" in line]
     assert printed == ["3 20 (22, 2, 2) uint8"] * 4
     assert space["experts"].shape == (4, 23, 2, 2)
-
-
-def own_loop_images() -> ModuleType:
-    """The example with a tiny model that sees."""
-    path = Path(__file__).parent.parent / "examples" / "own_loop_images.py"
-    spec = importlib.util.spec_from_file_location("own_loop_images", path)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    return example
 
 
 # ---------------------------------------------------------------- README, tutorial

@@ -22,6 +22,7 @@ import pytest
 from seeds import seeds
 from virtual_rollouts import EOS, VOCAB, RecordingEngine, Rollouts, on_virtual_time, prompt_ids
 
+from april.config import settings as config
 from april.core.batch import Batch, DeliveredSample
 from april.core.ledger import Lengths
 from april.core.tape import SegmentKind
@@ -53,6 +54,13 @@ MODES = ["sync", "over-sampling", "portions", "refill-group", "refill-sample", "
 
 Key = tuple[int, int]
 """(epoch, position)"""
+
+
+@pytest.fixture(autouse=True)
+def anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core gets on with settings that april.Config refuses together; lives set their own pause before retries."""
+    monkeypatch.setattr(config.Config, "_contradictions", lambda _: iter(()))
+    monkeypatch.setattr(config, "RETRY_PAUSE_S", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -140,8 +148,8 @@ class World:
         scoring = {"group_reward": self.rewards} if self.together else {"reward": self.reward}
         self.rollouts = Rollouts(
             length, samples=SAMPLES, engines=self.engines, prompts=self.prompts, rollout=self.rollout,
-            filter=self.filter if self.filters else None, epochs=None if self.end is OnDataEnd.WRAP else EPOCHS,
-            max_response_len=CAP, run_id=len(self.records), **scoring, **self.changes,
+            filter=self.filter if self.filters else None, epochs=1 if self.end is OnDataEnd.WRAP else EPOCHS,
+            max_response_len=CAP, **scoring, **self.changes,
         )  # fmt: skip
         self.driver, self.core = self.rollouts.driver, self.rollouts.core
         give_up = self.core.lifecycle.drop_group
@@ -402,6 +410,7 @@ async def a_life(seed: int, n: int, prompts: int, mode: str = "") -> World:
         "on_data_end": rng.choice(list(OnDataEnd)) if quorum == 1.0 else OnDataEnd.SHORT,
         "check": n < 10 and rng.random() < 0.5, **schedule(n, mode),
     }  # fmt: skip
+    config.RETRY_PAUSE_S = changes.pop("retry_pause_s")
     world = World(prompts, changes, filters=filters, together=together)
     await live(world, rng, changes=policy is None)
     check_fates(world, policy)

@@ -96,7 +96,7 @@ async def eventful(path: Path, seed: int = 0, steps: int = 4, **changes: Any) ->
     lengths = table({(g, i): (g * 7 + i * 13) % 40 + 1 for g in range(400) for i in range(2)})
     engines = [faulty(seed + i)(lengths, f"e{i}", stream_interval_s=2.5, max_running=6) for i in range(2)]
     options: dict[str, Any] = {"samples": 2, "over": 4, "filter": keep, "max_response_len": 50, "reward": reward}
-    options |= {"rollout": two_turns, "engines": engines, "prompts": prompts(), "abort_deadline_s": 3.0}
+    options |= {"rollout": two_turns, "engines": engines, "prompts": prompts(), "abort_deadline_s": 1.5}
     rollouts = Rollouts(lengths, n=2, record=RunRecord(path), **(options | changes))
     for step in range(steps):
         await rollouts.driver.next_batch()
@@ -122,7 +122,7 @@ def record(path: Path, **options: Any) -> Rollouts:
 # ---------------------------------------------------------------- the same decisions
 
 
-@pytest.mark.parametrize("seed", [0, 1, 3])
+@pytest.mark.parametrize("seed", [0, 3, 7])
 def test_an_eventful_run_is_decided_again_from_its_events(path: Path, seed: int) -> None:
     """Same commands, ledgers, counters and stories, with breaks, fences, filters, tools, an evaluation and updates."""
     rollouts = record(path, seed=seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -19,7 +18,7 @@ from april.engines.protocol import Chunk, Engine, EngineFinish, Request
 from april.errors import EngineError
 from april.testing import FakeEngine, Fault, FaultScript, fake_logprobs, fake_response
 
-V0, V1 = PolicyVersion(0, 0), PolicyVersion(0, 1)
+V0 = PolicyVersion(0, 0)
 PROMPT = [7, 8, 9]
 
 
@@ -143,33 +142,6 @@ async def test_aborts_and_stalls(
     record = engine.attempts["00000000"]
     assert record.withheld == (1 if fault.kind == "abort_empty" else 0)
     assert tokens_of(chunks) == fake_response(PROMPT, (0, 0), 30).tolist()[:tokens]
-
-
-WRONG: dict[str, Callable[[list[Chunk]], bool]] = {
-    "nan_logprob": lambda chunks: bool(np.isnan(chunks[1].logprobs).any()),
-    "positive_logprob": lambda chunks: bool(chunks[1].logprobs.max() > 0.1),
-    "unknown_token": lambda chunks: int(chunks[1].tokens.max()) >= 1000,
-    "lengths_differ": lambda chunks: len(chunks[1].tokens) != len(chunks[1].logprobs),
-    "too_many_tokens": lambda chunks: len(tokens_of(chunks[:2])) > 100,
-    "future_version": lambda chunks: chunks[1].version == V1,
-    "older_version": lambda chunks: chunks[1].version < chunks[0].version,
-    "chunk_after_finish": lambda chunks: [c.finish for c in chunks[-2:]] == [EngineFinish.STOP] * 2,
-}
-
-
-@pytest.mark.parametrize("kind", list(WRONG))
-@on_virtual_time
-async def test_wrong_chunks(kind: str) -> None:
-    """Each is wrong in the way that its name says, once, from the asked token on; the record is marked."""
-    script = FaultScript(Fault(kind, after_tokens=2))  # type: ignore[arg-type]  # by name, as users may
-    engine = FakeEngine(lengths=8, faults=script)
-    chunks, _ = await read(engine, ask())
-    assert WRONG[kind](chunks)
-    assert engine.attempts["00000000"].wrong == kind
-    assert script.count(kind) == 1
-    chunks, _ = await read(engine, ask(1))
-    assert not engine.attempts["00000001"].wrong
-    assert tokens_of(chunks) == fake_response(PROMPT, (0, 0), 8).tolist()
 
 
 def test_unusable_engines_are_refused() -> None:

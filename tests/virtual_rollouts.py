@@ -15,24 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from april.config.settings import Config
 from april.core.batch import Batch, DeliveredSample
-from april.core.sampling import SamplingParams
-from april.core.settings import CoreSettings
 from april.core.tape import SegmentKind
 from april.core.types import DropReason, FinishReason, Prompt, Sample
 from april.core.versions import PolicyVersion
-from april.driver.detokenizer import Detokenizer
-from april.driver.llm import RolloutFunction, single_turn
-from april.driver.long_waits import WARN_AFTER_S
-from april.driver.prompt_source import PromptSource
-from april.driver.rollout_driver import RolloutDriver
-from april.driver.sample_functions import RolloutSettings, UserFunctions
 from april.engines.protocol import Capabilities, Request
 from april.engines.simulated.decode_cost import DecodeCost
 from april.engines.simulated.engine import SimulatedEngine, synthetic_response
 from april.errors import EngineError
-from april.record.file import RunRecord
-from april.testing import recording_engine
+from april.testing import recording_engine, rollouts, same_loop
 from april.testing.virtual_clock import run_virtual
 
 VOCAB, EOS = 1000, 0
@@ -155,75 +147,39 @@ async def by_first_token(prompt: Prompt, response: Any) -> float:
     return float(response.tokens[0] + len(response.tokens) / 1024)
 
 
-class Rollouts:
-    """A driver, its engines, and checks of what comes out of it. ``changes`` are core settings."""
+class Rollouts(same_loop.Rollouts):
+    """:func:`april.testing.rollouts` on recording engines, with checks of what comes out of them.
+
+    ``changes`` are settings of :class:`april.Config`, and arguments of the scheduler by their names.
+    """
 
     def __init__(
-        self,
-        length_of: LengthOf,
-        *,
-        n: int = 1,
-        samples: int = 1,
-        over: int | None = None,
-        engines: Sequence[RecordingEngine] | None = None,
-        prompts: Iterable[Any] | int = 10_000,
-        reward: Callable[..., Any] | None = by_first_token,
-        group_reward: Callable[..., Any] | None = None,
-        filter: Callable[..., Any] | None = None,
-        rollout: RolloutFunction = single_turn,
-        allow_mismatch: bool = False,
-        tokenizer: Any = None,
-        doors: Any = None,
-        function_timeout_s: float | None = None,
-        stall_timeout_s: float | None = None,
-        warn_after_s: float = WARN_AFTER_S,
-        epochs: int | None = 1,
-        check: bool = True,
-        record: RunRecord | None = None,
-        **changes: Any,
-    ) -> None:
-        over = over or n
-        values: dict[str, Any] = {
-            "rollout_batch_size": n,
-            "n_samples_per_prompt": samples,
-            "over_sampling_batch_size": over,
-            "max_response_len": 1000,
-            "max_in_flight": max(n, over) * samples,
-            "has_reward": reward is not None or group_reward is not None,
-            "group_reward": group_reward is not None,
-            "has_filter": filter is not None,
-        }
-        self.settings = CoreSettings(**(values | changes))
+        self, length_of: LengthOf, *, n: int = 1, samples: int = 1, over: int | None = None,
+        engines: Sequence[RecordingEngine] | None = None, prompts: Iterable[Any] | int = 10_000,
+        reward: Callable[..., Any] | None = by_first_token, group_reward: Callable[..., Any] | None = None,
+        check: bool = True, **changes: Any,
+    ) -> None:  # fmt: skip
         self.length_of = length_of
-        self.engines = list(engines or [RecordingEngine(length_of)])
-        if isinstance(prompts, int):
-            prompts = [prompt_ids(i) for i in range(prompts)]
-        functions = UserFunctions(
-            rollout, None if group_reward else reward, group_reward, filter,
-            None if tokenizer is None else Detokenizer(tokenizer), doors,
+        options = {name: changes.pop(name) for name in ("filter", "rollout", "tokenizer", "record") if name in changes}
+        settings = {
+            "rollout_batch_size": n, "n_samples_per_prompt": samples, "over_sampling_batch_size": over or n,
+            "max_response_len": 1000, "function_timeout_s": None, "stall_timeout_s": None,
+        } | changes  # fmt: skip
+        made = rollouts(
+            Config(**settings),
+            engines=engines or [RecordingEngine(length_of)],
+            prompts=[prompt_ids(i) for i in range(prompts)] if isinstance(prompts, int) else prompts,
+            reward=None if group_reward else reward, group_reward=group_reward, check=check, **options,
         )  # fmt: skip
-        self.driver = RolloutDriver(
-            self.settings,
-            RolloutSettings(
-                sampling=SamplingParams(max_tokens=self.settings.max_response_len),
-                allow_mismatch=allow_mismatch,
-                function_timeout_s=function_timeout_s,
-                stall_timeout_s=stall_timeout_s,
-                warn_after_s=warn_after_s,
-            ),
-            self.engines,
-            PromptSource(prompts, VOCAB, epochs),
-            functions,
-            check=check, record=record,
-        )
-        self.core = self.driver.core
+        super().__init__(made._scheduler)
+        self.driver, self.core, self.settings = self._driver, self._driver.core, self._driver.core.settings
         _made.append(self)
 
     async def step(self) -> Batch:
         """The next batch, checked, and a weight update."""
-        batch = await self.driver.next_batch()
+        batch = await self.next_batch()
         self.check(batch)
-        await self.driver.update_weights()
+        await self.weight_update()
         return batch
 
     # ---------------------------------------------------------------- checks
@@ -285,7 +241,7 @@ class Rollouts:
 
     async def close(self) -> None:
         """Close the driver; nothing may be left behind."""
-        await self.driver.close()
+        await super().close()
         assert all(e.open_streams == 0 for e in self.engines)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         assert not left, left

@@ -18,7 +18,7 @@ async def aborts_are_no_answers(bench: Bench) -> Figures:
     door = await bench.subject.open()
     await bench.subject.hold()
     tasks = [await bench.begin(door, dialect, LONG_TALK) for dialect in bench.dialects]
-    await bench.subject.abort()
+    await bench.subject.update()
     await bench.caught(len(tasks), *tasks)
     await bench.subject.release()
     for said in await bench.answered(*tasks):
@@ -94,7 +94,7 @@ async def tokens_have_versions(bench: Bench) -> Figures:
 @promise(5, "The tokens that are trained are those in the engine's own record, with its log-probabilities.")
 async def tokens_are_the_engines(bench: Bench) -> Figures:
     door, task = await _held(bench)
-    await bench.subject.abort()
+    await bench.subject.update()
     await bench.subject.release()
     await bench.answered(task)
     ended, attempts = await bench.subject.end(door), await bench.subject.record(door)

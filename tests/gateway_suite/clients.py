@@ -204,7 +204,7 @@ async def _shapes(bench: Bench, secret: str) -> int:
         if dialect in bench.chats:
             talks.append((Talk((f"{secret} #add",), tools=True), None, "tool_calls"))
         for talk, budget, finish in talks:
-            doors = [await bench.subject.open(budget) for _ in range(2)]
+            doors = [await bench.subject.open() for _ in range(2)]
             plain, streamed = [
                 await bench.ask(door, dialect, talk, max_tokens=budget, stream=stream)
                 for door, stream in zip(doors, (False, True), strict=True)

@@ -59,7 +59,7 @@ async def sampled_tokens_stay(bench: Bench) -> Figures:
 async def cut_calls_are_no_calls(bench: Bench) -> Figures:
     budget = len(TOKENIZER.encode(says("add"))) - 9
     for dialect in bench.chats:
-        door = await bench.subject.open(budget)
+        door = await bench.subject.open()
         said = await bench.ask(door, dialect, TOOL_TALK, max_tokens=budget)
         equal((said.finish, said.calls), ("length", ()), f"{dialect}: the reason of the end, and the calls")
         if CALL[len("<tool_call>\n") : -40] not in said.text:
@@ -69,7 +69,7 @@ async def cut_calls_are_no_calls(bench: Bench) -> Figures:
 
 @promise(10, "Nothing is built on an attempt that is not finished: after a cut answer the next turn is written anew.")
 async def cuts_are_not_continued(bench: Bench) -> Figures:
-    door = await bench.subject.open(7)
+    door = await bench.subject.open()
     talk = Talk(("#split",))
     said = await bench.ask(door, bench.chats[0], talk, max_tokens=7)
     equal(said.finish, "length", "the reason of the end")

@@ -186,7 +186,6 @@ class Subject:
         self._delivered: list[DeliveredSample] = []
         self._updates = 0
         self._holds = False
-        self._dropped: dict[str, int] = {}
         self._failure: BaseException | None = None
 
     async def __aenter__(self) -> Self:
@@ -268,7 +267,7 @@ class Subject:
 
     # ---------------------------------------------------------------- sessions
 
-    async def open(self, max_tokens: int | None = None) -> Door:
+    async def open(self) -> Door:
         """The first sample that nobody has; its clients say how long their answers may be."""
 
         def free() -> _Session | None:
@@ -346,10 +345,6 @@ class Subject:
                 engine.go_on()
 
         self._call(release)
-
-    async def abort(self) -> None:
-        """The step ends, as :meth:`update` makes it."""
-        await self.update()
 
     async def update(self) -> None:
         """Another sample ends, and with it the step: requests are aborted, and weights updated."""
