@@ -208,7 +208,7 @@ def test_an_engine_that_cannot_load() -> None:
         check(rollouts.next_batch())
 
 
-# ---------------------------------------------------------------- rewards in threads
+# ---------------------------------------------------------------- calls inside of functions
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
