@@ -10,6 +10,7 @@ import json
 import logging
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,7 @@ def test_http(where: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
 NEWS = {"error": {"message": f"refused {KEY}", "code": 500}}
 SPAN = {"version": KEY, "start": 0, "end": 1}
 ONE_TOKEN = {"token_ids": [5], "logprobs": {"content": [{"token_id": 5, "logprob": -1.0}]}}
+SGLANG = partial(sglang_reader, incremental=False)
 SAID: dict[str, tuple[Callable[[], object], object]] = {
     "vllm, error": (vllm_reader, NEWS),
     "vllm, message": (vllm_reader, {"message": KEY}),
@@ -105,17 +107,14 @@ SAID: dict[str, tuple[Callable[[], object], object]] = {
         {"choices": [ONE_TOKEN | {"finish_reason": "stop", "weight_versions": [SPAN]}]},
     ),
     "vllm, wrong type": (openai_reader, {"choices": [{"token_ids": KEY}]}),
-    "sglang, error": (lambda: sglang_reader(incremental=False), NEWS),
-    "sglang, id": (lambda: sglang_reader(incremental=False), {"meta_info": {"id": KEY}}),
-    "sglang, reason": (
-        lambda: sglang_reader(incremental=False), {"meta_info": {"id": rid_of("a"), "finish_reason": {"type": KEY}}}
-    ),
-    "sglang, message": (
-        lambda: sglang_reader(incremental=False),
-        {"meta_info": {"id": rid_of("a"), "finish_reason": {"type": "abort", "status_code": 500, "message": KEY}}},
-    ),
+    "sglang, error": (SGLANG, NEWS),
+    "sglang, id": (SGLANG, {"meta_info": {"id": KEY}}),
+    "sglang, reason": (SGLANG, {"meta_info": {"id": rid_of("a"), "finish_reason": {"type": KEY}}}),
+    "sglang, message": (SGLANG, {"meta_info": {
+        "id": rid_of("a"), "finish_reason": {"type": "abort", "status_code": 500, "message": KEY},
+    }}),
     "sglang, label": (
-        lambda: sglang_reader(incremental=False, labels=WeightLabels()),
+        lambda: SGLANG(labels=WeightLabels()),
         {"output_ids": [5], "meta_info": {"id": rid_of("a"), "finish_reason": {"type": "stop"}, "completion_tokens": 1,
          "output_token_logprobs": [[-1.0, 5]], "weight_version": KEY}},
     ),

@@ -158,4 +158,4 @@ async def test_workers_must_be_alike(name: str, value: Any, words: str) -> None:
     async with fleet(decode=str) as (servers, router, _engine):
         setattr(servers[1], name, value)
         with pytest.raises(ConfigError, match=words):
-            await routed(router, *servers)
+            await (await routed(router, *servers)).close()

@@ -23,6 +23,10 @@ from tests.real_engines.recording_proxy import RecordingProxy
 from .base import AT_ONCE, FakeRequest, FakeServer, RequestFault, at_once, events
 from .images import PLACEHOLDER, salt_of
 
+KEPT_CACHE = (
+    "Weights were updated, but the cache was not flushed because requests are still running or queued. Retract or "
+    "finish them, then call /flush_cache."
+)
 FORCED_INTERVAL = 50
 """Tokens after which the scheduler hands over what a plain request has."""
 
@@ -391,23 +395,17 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
                 await self._wait()
         name = PurePath(body["model_path"]).name
         if name.startswith("missing"):
-            said = f"Failed to get weights iterator: {body['model_path']} is not there"
-            return web.json_response({"success": False, "message": said}, status=400)
+            return _said_of(False, f"Failed to get weights iterator: {body['model_path']} is not there")
         self.weights, self.stale_cache = name, True
         if self.kept_caches:
             self.kept_caches -= 1
-            said = (
-                "Weights were updated, but the cache was not flushed because requests are still running or queued. "
-                "Retract or finish them, then call /flush_cache."
-            )
-            return web.json_response({"success": False, "message": said, "num_paused_requests": 0}, status=400)
+            return _said_of(False, KEPT_CACHE)
         if self.relabels:
             self.label = str(body.get("weight_version") or self.label)
         self.updates.append(body)
         if body.get("flush_cache", True):
             if self.pause_mode == "in_place" and self._live:
-                said = "Flush cache failed after updating weights"
-                return web.json_response({"success": False, "message": said}, status=400)
+                return _said_of(False, "Flush cache failed after updating weights")
             self.stale_cache = False
         paused = len(self._live)
         return web.json_response({"success": True, "message": "Succeeded.", "num_paused_requests": paused})
@@ -441,7 +439,7 @@ class FakeSglangServer(FakeServer[FakeSglangRun]):
             self.label = str(body.get("weight_version") or self.label)
         if body["flush_cache"]:
             if self._scheduled() and self.pause_mode != "retract":
-                return _said_of(False, "Weights were updated, but the cache was not flushed because requests run")
+                return _said_of(False, KEPT_CACHE)
             self.stale_cache = False
         return _said_of(True, "Succeeded to update parameter online.")
 
