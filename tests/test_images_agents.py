@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from test_agents_endpoint import Generated
 from tiny_vision import IMAGE_ID, VOCAB, encoded, picture, tiny_processor, tiny_tokenizer
 
 pytest.importorskip("PIL")
@@ -26,7 +27,7 @@ from april.agents.message_images import MessageImages
 from april.agents.session import Session
 from april.config.images import ImagesConfig
 from april.core.attachments import Placed
-from april.core.tape import Float32, Int32
+from april.core.tape import Int32
 from april.core.types import FinishReason, Prompt
 from april.errors import RolloutError
 from april.images.image_placer import ImagePlacer
@@ -63,14 +64,6 @@ def by_processor(messages: list[dict[str, Any]], *pictures: Any) -> list[int]:
 
 
 @dataclass
-class Done:
-    tokens: Int32
-    logprobs: Float32
-    finish: FinishReason = FinishReason.STOP
-    number: int = 0
-
-
-@dataclass
 class Model:
     """Says ``hi`` and notes what it was asked."""
 
@@ -78,10 +71,10 @@ class Model:
 
     async def __call__(
         self, ids: Int32, sampling: Mapping[str, Any], attached: tuple[Placed, ...] | None = None
-    ) -> Done:
+    ) -> Generated:
         self.asked.append((ids.tolist(), attached or ()))
         tokens = np.array([*tiny_tokenizer().encode("hi"), END], np.int32)
-        return Done(tokens, np.full(len(tokens), -0.5, np.float32))
+        return Generated(tokens, np.full(len(tokens), -0.5, np.float32), FinishReason.STOP, 0)
 
 
 @dataclass

@@ -56,20 +56,11 @@ def _overwritten(weight: Any) -> Iterator[None]:
         weight.data.copy_(before)
 
 
-@contextmanager
-def _trained(model: Any) -> Iterator[None]:
-    model.train()
-    try:
-        yield
-    finally:
-        model.eval()
-
-
 SWITCHES: dict[str, Callable[[Any], Any]] = {
     "flag": lambda model: _set(model.model.layers[1].mlp, "adapter_off", True),
     "adapter": lambda model: _set(model.model.layers[0].self_attn, "active", ["reference"]),
     "scale": lambda model: _set(model.model.layers[0].self_attn, "scales", {"default": 0.5}),
-    "mode": _trained,
+    "mode": lambda model: _set(model.lm_head, "training", True),
     "hook": lambda model: _hooked(model.model.layers[0].mlp),
     "forward": lambda model: _set(model.lm_head, "forward", lambda x: x),
     "module": lambda model: _set(model.model.layers[0], "mlp", torch.nn.Identity()),
