@@ -38,6 +38,7 @@ from april.record import file as record_file
 from april.record.event_values import NAME_FIELDS, exception_name, from_plain, to_plain
 from april.record.file import RecordFile, RunRecord
 from april.record.replay import replay
+from april.scheduler import RolloutScheduler
 from april.testing import FakeEngine, rollouts
 
 pytestmark = on_virtual_time
@@ -217,8 +218,11 @@ async def test_a_state_of_between_two_calls_goes_on_in_the_replay(path: Path) ->
     assert any("token_ids" in call for call in calls_of(path))
 
 
-async def test_an_agent_that_outlives_the_process_goes_on_in_the_replay(path: Path) -> None:
+async def test_an_agent_that_outlives_the_process_goes_on_in_the_replay(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its first request of the new process has the last answer in it, which has ended in EOS."""
+    monkeypatch.setattr(RolloutScheduler, "_gateway_type", MemoryDoors)
     said: dict[SampleId, list[int]] = {}
 
     async def rollout(prompt: Prompt, llm: LLM) -> None:
@@ -229,7 +233,7 @@ async def test_an_agent_that_outlives_the_process_goes_on_in_the_replay(path: Pa
             await asyncio.sleep(20)
         await door.ask([*said[llm.sample_id], 950], stop_token_ids=(EOS,))
 
-    core = await over_a_restart(path, 10.0, rollout=rollout, doors=MemoryDoors(), lengths=table({}, 5))
+    core = await over_a_restart(path, 10.0, rollout=rollout, lengths=table({}, 5))
     assert core.tokens.dropped == {}
     assert any(call.get("ends") for call in calls_of(path))
 
