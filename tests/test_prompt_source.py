@@ -98,6 +98,9 @@ def test_a_prompt_is_a_copy() -> None:
 class Elsewhere:
     """A tensor on another device."""
 
+    def __str__(self) -> str:  # for the names of tests, which are the same in all processes
+        return "a tensor elsewhere"
+
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 

@@ -69,7 +69,7 @@ def read_message(i: int, given: Any) -> Json:
 class ExactArguments(dict[str, Any]):
     """Arguments of a tool call that a client sent as an object; compared as JSON, because in Python 1 equals True.
 
-    The JSON is that of the time of reading: a caller of ``llm.chat`` may edit nested values later.
+    The JSON is made at once, since callers of ``llm.chat`` may edit nested values later.
     """
 
     def __init__(self, arguments: Json) -> None:
@@ -106,7 +106,7 @@ def read_tools(value: Any) -> list[Json]:
 
 
 def constraint_of(tools: tuple[str, ...], schema: Any) -> Constraint | None:
-    """Return the form that the client demands of the answer; None if it demands none."""
+    """Return the demand for a call of one of ``tools``, or for JSON of ``schema``; None without a demand."""
     return None if not tools and schema is None else Constraint(tools, schema)
 
 
@@ -123,7 +123,7 @@ class OpenAIChat:
         return [read_message(i, message)]
 
     def read(self, body: Json) -> ChatRequest:
-        """Read a request; its ``history`` may have been read already (ReadMessages). Raises RequestError."""
+        """Read a request, whose messages may be parsed already (ReadMessages). Raises RequestError."""
         b = RequestBody(body, CHAT)
         messages = read_messages(b.take("messages", list))
         tools, demanded = read_tool_choice(b.take("tool_choice", (str, dict)), read_tools(b.take("tools", list)))

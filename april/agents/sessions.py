@@ -50,7 +50,7 @@ class _OpenSession:
     """Resolved once an agent works on the sample."""
     outcome: asyncio.Future[dict[str, Any]]
     taken: bool = False
-    """True once an agent has the session: it was handed out now, or to an agent that was running before a restart."""
+    """True once an agent has the session: one that asked for it, or one that has run on since before a restart."""
     has_requested: bool = False
     """True once the agent has made a request."""
 
@@ -84,8 +84,8 @@ class Sessions:
     return value of a reward function.
 
     If the trainer restarts with the same key and port, sessions keep their ids, addresses and keys: agents that are
-    still running continue with the answers they have, and no other agent is given their sessions. A session without any
-    request for ``function_timeout_s`` fails; its sample begins again in a new session.
+    still running send their next requests as if nothing had happened, and no other agent gets their sessions. A session
+    without any request for ``function_timeout_s`` fails; its sample begins again in a new session.
 
     Args:
         key: bearer token that every request of the orchestrator must carry; agents' keys are derived from it. If it is
@@ -128,7 +128,7 @@ class Sessions:
         session = _OpenSession(name, key, description, llm.sample_run.resumed, loop, started, outcome)
         on_request = partial(session.assign, by_request=True)
         llm.endpoint(partial(endpoint.serve, path=name, key=key, on_request=on_request))
-        self._ended.pop(name, None)  # another scheduler, or an earlier state of this one, had a session of this name
+        self._ended.pop(name, None)  # a scheduler before a restart may have ended a session of this name
         self._open_sessions[name] = session
         if session.resumed:
             session.assign()

@@ -1,8 +1,8 @@
 """A fair lock on a model from which april generates, shared by its decoder and the user (``april.hold_model``).
 
 The decoder takes the lock for a few decoding steps at a time. Invariant: there is one owner at most, and waiting owners
-get the lock in the order of their requests. The owner is the ``contextvars`` context of the ``with`` block. Tasks and
-``asyncio.to_thread`` inherit it, so code in them may take the lock again. Importing this module does not import torch.
+get the lock in the order of their requests. A ``with`` block notes its ownership in a ``contextvars`` variable. Tasks
+and ``asyncio.to_thread`` inherit it, so code in them may take the lock again. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class EngineRecovery:
     def probed(self, event: ev.EngineProbed) -> None:
         """Handle the answer to a probe.
 
-        If weights changed since the probe was sent, only a weight update that waits for the answer uses it.
+        An answer from before a change of weights is ignored, unless a weight update waits for it.
         """
         name, state = event.engine, self._context.engines.state_of(event.engine)
         if event.probe != state.open_probe:
@@ -229,7 +229,7 @@ class EngineRecovery:
             else:
                 self._continue_recovery(name, state)
         elif weights is EngineWeights.LOADING or name in self._load_errors or not self._updates.can_reload(state):
-            self._calls.resume(name)  # the weights cannot be loaded any more, for example after another update
+            self._calls.resume(name)  # nothing to load: it has just ended or failed, or another update came
         else:
             updates = self._updates
             self._calls.load(name, self._context.clock.current, updates.path, updates.contents, updates.base)

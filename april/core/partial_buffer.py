@@ -308,7 +308,7 @@ class PartialBuffer:
 
     @property
     def horizon(self) -> int:
-        """Smallest slack (see :meth:`slack`) that sets no deadline; with ``on_stale: drop`` only slack 0 sets one."""
+        """Slack (see :meth:`slack`) from which on a unit has no deadline; with ``on_stale: drop`` that is 1."""
         s = self.settings
         if s.on_stale is OnStale.DROP:
             return 1
@@ -354,12 +354,12 @@ class PartialBuffer:
             in_time = s.max_age - age(group.drawn_under)
             for unit in (group,) if whole else group.members:
                 slack, by_tokens = in_time, self.slack(unit, age)
-                # on_stale: drop discards old samples instead of waiting for them; if the settings accept the loss of
-                # some work, samples that are already too old set no deadline
+                # With on_stale: drop, old samples are discarded, not waited for. Samples that are too old already
+                # have no deadline if the settings accept that some work is lost.
                 if s.on_stale is not OnStale.DROP and (by_tokens >= 0 or not self._overbooked):
                     slack = min(slack, by_tokens)
                 if s.on_stale is not OnStale.FINISH and any(x.resumes > s.max_resumes for x in unit.members):
-                    slack = 0  # not with on_stale: finish, as this would take precedence over the deadlines by age
+                    slack = 0  # with on_stale: finish, such samples would come before those that are nearly too old
                 yield unit, slack
 
     def delivery_order(self, unit: Unit) -> int:

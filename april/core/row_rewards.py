@@ -135,8 +135,8 @@ def _difference(found: RewardLayout, layout: RewardLayout, before: str) -> str:
 def cohort_values(members: Iterable[Sequence[RowReward]]) -> Extras:
     """Return the rewards of k samples for computing advantages: float32 [k, rows, values] by name, padded with NaN.
 
-    The last axis holds the single value of a part, or the values of an array per turn. If rewards belong to
-    conversations, the entry "" has these rewards. Arrays per token, and arrays per turn with more axes, are left out.
+    ``values`` is 1 for a part, and the number of turns for an array per turn. If rewards belong to conversations, the
+    name "" has their numbers. Arrays per token, and arrays per turn with more axes, are left out.
     """
     rewards = [list(rows) for rows in members]
     if not all(rewards):

@@ -28,8 +28,8 @@ class CoreSettings:
     max_in_flight: int
     partial_rollout: bool = True
     evaluation_share: float = 0.5
-    """Number of requests that evaluations may have in flight beyond ``max_in_flight``, as a share of it. Also the
-    evaluations' share of the requests in flight when the engines are full."""
+    """Share of ``max_in_flight`` that evaluations may have in flight besides training. When the engines are full,
+    evaluations get this share of all requests in flight."""
     group_quorum: float = 1.0
     """Share of a group's samples that must finish before its finished samples can be delivered; with 1, groups are
     delivered whole."""
@@ -154,7 +154,7 @@ class EngineLimits:
     unverified: bool = False
     """True if the engine cannot report which weights it has."""
     first_unverified: bool = False
-    """True if the engine cannot report which weights it has before the first weight update."""
+    """True if the engine cannot report its first weights, but reports all later ones."""
     remote: bool = False
     """True for a server, which may be restarted and is probed for its weights and load while it works."""
     own_weights: bool = False
@@ -162,8 +162,8 @@ class EngineLimits:
     in_flight_updates: tuple[OnWeightUpdate, ...] = ()
     """Policies besides ``resubmit`` that the engine supports for requests in flight at a weight update."""
     streams: bool = True
-    """True if tokens arrive while they are made. If False, a request that continues through a weight update names the
-    version of each token in its whole answer."""
+    """True if tokens arrive while they are made. If False, all arrive at the end, together with the version of each if
+    the weights changed meanwhile."""
     stop_strings: bool = False
     """True if the engine ends a request at a stop string in the tokens that the request has generated."""
     attachments: tuple[str, ...] = ()

@@ -27,8 +27,8 @@ _IMMUTABLE = frozenset({type(None), bool, int, float, str, bytes})
 def seal(kind: str, content: Mapping[str, Any]) -> State:
     """Return ``content`` as a state of this kind, with format number and checksum.
 
-    A mapping in ``content`` may have an entry ``data`` with values of the user and an entry ``unchecked``, which lists
-    the keys of ``data`` whose values are not plain. The checksum leaves these values out.
+    A mapping in ``content`` may hold values of the user in its entry ``data``, and list the keys of those that are not
+    plain in its entry ``unchecked``; the checksum leaves these values out.
     """
     return {"april": kind, "format": FORMAT, "checksum": checksum(kind, content), **content}
 

@@ -27,7 +27,7 @@ from april.core.versions import FIRST_VERSION, PolicyVersion
 from april.core.versions import OnStale as OnStale
 
 NO_DEADLINE = 1 << 30
-"""Slack (batches until a unit is too old) of a group without a deadline, such as a newly drawn group."""
+"""Slack (batches until a group or sample is too old) of a group without a deadline, such as a newly drawn group."""
 WHOLE_GROUP = -1
 """Sample index that stands for the whole group."""
 
@@ -293,7 +293,7 @@ class Chain:
     """Attachments of the prompt and of the tokens that followed, in order."""
     tape: TokenTape = field(default_factory=TokenTape)
     extras: Extras = NO_EXTRAS
-    """Extras of the conversation: one row for each token from the second to the last generated one; may be empty."""
+    """Extras of the conversation: one row per token but the first, up to the last generated one; may be empty."""
     calls: list[GenerateCall] = field(default_factory=list)
     """Calls that the function has made since it was last started, in order; the last one may be open."""
     replay: Replay | None = None
@@ -429,9 +429,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     extras: tuple[str, ...] = ()
     """Names of the per-token arrays that the engine must return with the tokens."""
     extras_from: int = 0
-    """First row of ``extras`` that is wanted. After k generated tokens the last chunk must have the rows from
-    ``extras_from`` up to (without) ``len(token_ids) + k - 1``. Row i comes from the step in which the model read token
-    i of the conversation to predict token i + 1."""
+    """First row of ``extras`` that is wanted; row i is made when the model reads token i. With 5 input tokens, 3 more
+    that are generated, and ``extras_from`` 4, the last chunk has the rows 4, 5 and 6: the last token was not read."""
 
     def rows_wanted(self, generated: int) -> int:
         """Return the number of rows that the last chunk must have after ``generated`` tokens."""
@@ -529,7 +528,7 @@ class Sample:
     since: int = 0
     """Number of the event that made the sample deliverable; used with a quorum below 1."""
     slack: int = NO_DEADLINE
-    """Number of batches after which the sample is too old, as of the latest plan; used with a quorum below 1."""
+    """Number of batches after which the sample is too old, when they were last counted; used with a quorum below 1."""
     evaluation: Evaluation | None = None
     urgent: bool = False
     """True if the sample goes first: the step must deliver it or its group, or it belongs to an evaluation."""
@@ -665,7 +664,7 @@ class Group:
     """(index, reward) of the first ``quorum`` samples to finish, from which all baselines are computed; empty before
     the group is READY."""
     cohort_values: Extras = NO_EXTRAS
-    """Parts and values per turn of the cohort's rewards, float32 [k, rows, values] by name; see
+    """Named parts of the cohort's rewards, and their values per turn, float32 [k, rows, values] by name; see
     :func:`april.core.row_rewards.cohort_values`."""
     unfinished: int = field(init=False)
     """Number of held samples that are not finished."""
@@ -678,10 +677,10 @@ class Group:
     oldest_known: bool = False
     filter_failures: int = 0
     put_aside: bool = False
-    """True once a round (step) ended without delivering the group, which had begun. A long round generates the group
-    again (tail batching)."""
+    """True once a step of tail batching ended without the group, which had begun: a later step, with only such groups,
+    generates it again."""
     slack: int = NO_DEADLINE
-    """Number of batches after which the group is too old, as of the latest plan."""
+    """Number of batches after which the group is too old, when they were last counted."""
 
     def __post_init__(self, size: int) -> None:
         self.samples = [Sample(SampleId(self.id, i), self) for i in range(size)]
@@ -690,7 +689,7 @@ class Group:
 
     @property
     def owner(self) -> SampleId:
-        """The id under which the log records changes of the group; the story of each sample includes these changes."""
+        """The id under which the log has changes of the group; ``RolloutCore.story`` shows them for each sample."""
         return SampleId(self.id, WHOLE_GROUP)
 
     @property

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
 VANISHED, JUDGED_RESPONSES = 0.1, 8
-"""Mean weight below which :func:`policy_loss` warns, if a call has at least so many responses with loss."""
+"""Mean weight below which :func:`policy_loss` warns, and the minimum number of responses with loss for the warning."""
 LARGEST_DRIFT = 20.0
 """Largest log of the ratio r_t, in nats; larger ones are clamped, so exp cannot overflow, and have no gradient."""
 
@@ -59,8 +59,8 @@ def policy_loss(
         advantages: advantages [B], one per response, or [B, T]: ``batch.advantages(...)``.
         proximal_logprobs: log-probabilities [B, T] before the first optimizer step of the batch (log p_t). None means
             ``logprobs`` without gradient, which is the same if there is only one step. Give ``behaviour_logprobs`` here
-            if engine and trainer compute different probabilities: then ``weight_response`` of ``off_policy_report`` is
-            far below 1 even if all tokens are from the current weights.
+            if engine and trainer compute different probabilities, which you see by a ``weight_response`` of
+            ``off_policy_report`` far below 1 for tokens of the current weights.
         clip: bounds (low, high) of the clip, each at least 0, low at most 1.
         negative_bound: largest ratio r_t that counts where the advantage is negative, at least 1 + high; tokens with a
             larger ratio have no gradient. None means no bound.

@@ -20,7 +20,7 @@ class Handshake(StrEnum):
     """How the sender and an engine's workers form their process group; all members of a group use the same way."""
 
     TORCH = "torch"
-    """A named process group of torch.distributed, with its store at the address and port of the invitation."""
+    """A named process group of torch.distributed; the sender opens its store and invites the workers to its address."""
     UNIQUE_ID = "unique id"
     """An NCCL communicator that is formed by NCCL's unique id, without a store."""
 

@@ -141,7 +141,7 @@ class Rendezvous:
         self.token = ranks.token or (new_token() if ranks.rank == 0 else "")
         """The token; empty on a rank other than 0 that gets the token from torch's store."""
         self.server_listens = ranks.store is not None
-        """True if the server listens before a rank can know its address, so that a failed connection is not retried."""
+        """True if ranks learn the server's address only once it listens, so that a failed connection is not retried."""
 
     def publish(self, address: str) -> None:
         """Publish the address at which rank 0 listens; "" means that it could not listen."""

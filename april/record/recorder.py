@@ -35,7 +35,7 @@ from april.version import __version__
 log = logging.getLogger("april")
 
 _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
-"""Encoder that refuses NaN and infinities, because readers reject a line with them and could read no later line."""
+"""Encoder that refuses NaN and infinities, because JSON has none: readers would stop at such a line."""
 STATUS_EVERY_S = 5.0
 """Minimum seconds between two lines with the state of the run, which are written at events and in long waits."""
 
@@ -62,7 +62,7 @@ class DecisionDigest:
 
 
 class _RecordLines:
-    """Formats lines and adds them to the file. It does not hold the run, so that the run's finalizer can hold it."""
+    """Formats lines and adds them to the file. It has no reference to the run, whose finalizer uses it."""
 
     def __init__(self, record: RunRecord, now: Callable[[], float]) -> None:
         self._now, self.began_s = now, now()

@@ -42,7 +42,7 @@ class Schedule:
         over: over_sampling_batch_size (N'), the number of groups in progress.
         refill: policy that says when new work starts inside a step.
         in_flight: largest number of samples in flight, which is the number of decode slots.
-        continuous: max_staleness of generation that goes on during training; None means stepwise generation, with
+        continuous: if generation goes on during training, its max_staleness; None means stepwise generation, with
             ``Workload.max_staleness``.
         quorum: share of a group's samples that must be finished before any of them is delivered.
         tail_batching: whether unfinished prompts begin again in rounds of their own (partial_rollout: false).
@@ -89,7 +89,7 @@ class Workload:
             :attr:`april.engines.simulated.decode_cost.DecodeCost.speed_up`; None means that of ``measured_cost``.
         measured_lengths: lengths to use; None means those of ``lengths_file`` or the lognormal distribution.
         settings: configuration of a recorded run; schedules and the other attributes take precedence over it.
-        slots: largest number of samples in flight on one engine, used in plans; None means no limit.
+        slots: largest number of samples in flight on one engine, used by ``april plan``; None means no limit.
         whole_groups: whether only finished groups may be delivered.
         filtered: whether the recorded run had a filter, which is not simulated.
         doubts: sentences that say why lengths or cost of a recorded run may be wrong.

@@ -114,7 +114,7 @@ class RedrawnProgress:
 
     Args:
         console: console on which the line is shown.
-        ask: function that asks for the run's state and later passes it to its argument; may be called in any thread.
+        ask: function that asks for the run's state, and later calls its argument with it; may be called in any thread.
     """
 
     def __init__(self, console: Console, ask: Callable[[StatusReceiver], None]) -> None:

@@ -189,7 +189,7 @@ def screen(follower: RecordFollower, silent_s: float = 0.0) -> RenderableType:
     seen, notice = follower.seen, follower.notice
     if not follower.exists:
         return Text(notice)
-    now = seen.seconds + (0.0 if notice else silent_s)  # a waiting run writes no lines, but its time passes
+    now = seen.seconds + (0.0 if notice else silent_s)  # a run that waits writes no lines, so count the silence
     parts: list[RenderableType] = [Text(seen.line.at(now, over=bool(notice)) or "nothing was generated yet")]
     if seen.end is not None:
         parts = [_one_line(f"{clean(seen.end)}, after {seen.seconds:.0f} s")]

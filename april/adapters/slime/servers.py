@@ -96,7 +96,7 @@ class SlimeUpdates:
     """Starts a weight update in april, in a thread, whenever slime pauses its servers to change their weights.
 
     Updates run one at a time, and none starts while slime asks for a rollout. ``update(wait)`` tells april about the
-    new weights, and must call ``wait()`` to wait until slime has written them.
+    new weights; ``wait`` is a function for it to call, which returns once slime has written them.
 
     Raises ConfigError for an engine that is not one of slime's SGLang servers.
     """

@@ -5,7 +5,7 @@ Invariants:
 * TRL scores and trains the rows that april delivers, not those of TRL's sampler, which decides only their number;
 * rank r gets the r-th of equal parts of the batch, as TRL expects, and all ranks take the same decisions;
 * the old log-probabilities in the loss come from the weights that generated the tokens;
-* with ``group_quorum`` below 1, a response is compared with the first others of its group to finish, in any batch;
+* with ``group_quorum`` below 1, the baseline of a response is the mean reward of the first others of its group;
 * a checkpoint of the trainer has april's state of the same moment as the trainer's own state.
 """
 
@@ -160,8 +160,9 @@ class Rollout:
             raise RolloutError("TRL asked for rollouts outside of its generation step; nothing was drawn for them")
         columns = _columns([s.prompt.token_ids.tolist() for s in batch.samples], batch.samples)
         self._masks = [s.loss_mask.tolist() for s in batch.samples]
-        # with tools, TRL takes the masks from _tool_call_loop; without tools it takes them from this column
-        if not trainer.tools and (self._tools is not None or batch.metrics["masked_tokens"]):  # counted over all ranks
+        # with tools of its own, TRL takes the masks from _tool_call_loop; without, it takes them from this column.
+        # masked_tokens counts all ranks, so that all of them give TRL the same columns
+        if not trainer.tools and (self._tools is not None or batch.metrics["masked_tokens"]):
             columns["env_mask"] = self._masks
         return columns
 
@@ -274,7 +275,7 @@ class Rollout:
         )
         if self._saved is not None:
             with closing_on_error(scheduler.close):
-                # the saved version already counts the optimizer steps of a half-trained batch
+                # no update needs to follow, as the saved version counts the optimizer steps of a half-trained batch
                 route = self._route(trainer, scheduler)
                 self._written = route.get("path")
                 scheduler.load_state_dict(self._saved, **route)

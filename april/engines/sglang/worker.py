@@ -42,7 +42,7 @@ FLUSH_S = 30.0
 _FLUSHED = b"Cache flushed."
 """Beginning of the server's answer when its cache has been emptied."""
 _KEPT_CACHE = "Weights were updated, but the cache was not flushed"
-"""Beginning of the server's answer to an update that failed only to empty the cache."""
+"""Beginning of the server's answer if it has the new weights, but could not empty its cache."""
 
 
 class PartlyUpdated(EngineError):
@@ -108,7 +108,7 @@ class SglangWorker:
         await control(self.client, "/continue_generation", has_value("status", "ok"), body={})  # needs a body
 
     async def set_label(self, label: str) -> None:
-        """Label the present weights, also for running requests. Raises EngineError unless the server then shows it."""
+        """Give the present weights a label; running requests go on. Raises EngineError unless the server shows it."""
         # by default, the server would abort all its requests
         body = {"new_version": label, "abort_all_requests": False}
         await control(self.client, "/update_weight_version", has_value("success", True), body=body)
@@ -197,7 +197,7 @@ class SglangWorker:
         return await unload_adapter(self.client, "/unload_lora_adapter", adapter, is_gone)
 
     async def _process(self) -> Any:
-        """Return how long the steps of the server's start took, which identifies its process; None if not shown."""
+        """Return the measured times of the server's start, which no two processes share; None if not shown."""
         reply = await self.client.call("GET", "/server_info", retry=True)
         answer = json_value(reply) if reply.ok else None
         return answer.get("startup_time") if isinstance(answer, dict) else None

@@ -85,7 +85,7 @@ class DecodeCost:
 
     def steps_within(self, seconds: float, n: int, kv_tokens: int) -> int:
         """Return the number of steps that fit: the largest k with ``steps_s(k, n, kv_tokens) <= seconds`` (>= 0)."""
-        # half k^2 + slope k = seconds, solved by the formula that does not subtract nearly equal numbers
+        # solves half * k**2 + slope * k == seconds, by the formula that does not subtract nearly equal numbers
         half = 0.5 * self.per_kv_token_s * n / self.speculative_factor(n)
         slope = self.step_s(n, kv_tokens) - half
         root = math.sqrt(slope * slope + 4.0 * half * seconds)

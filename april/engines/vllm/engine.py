@@ -58,7 +58,7 @@ from april.text.server_text import quoted
 
 RESET_TRIES = 20
 RESET_WAIT_S = 0.1
-"""Seconds between tries to empty the cache; a try fails right after the last request has ended."""
+"""Seconds between tries to empty the cache; the server may refuse the first ones, right after its last request."""
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt")
 
 
@@ -86,8 +86,8 @@ class VllmEngine(Transfers):
             ),
         )  # fmt: skip
         self._pause_policy: OnWeightUpdate | None = None
-        """How requests continue after the present pause (KEEP or RECOMPUTE); None if the server is not paused with its
-        requests. Also set after such a pause has failed, since the server may be paused all the same."""
+        """How requests continue after the present pause (KEEP or RECOMPUTE); None if no pause was asked for that keeps
+        the requests. A failed call counts as asked for, since the server may be paused all the same."""
         self._pausing = False
         """True while this engine has paused the requests of other clients for a weight update."""
         self._paused_as: str | None = None
@@ -196,7 +196,7 @@ class VllmEngine(Transfers):
             mark = await (self._check_weights_written(version) if path is None else self._load(path, version))
             if self._pause_policy is None:
                 await self._empty_cache()
-            else:  # with RECOMPUTE the pause emptied the prefix cache, with KEEP salts separate old and new entries
+            else:  # RECOMPUTE emptied the prefix cache at the pause; under KEEP, salts tell old entries apart
                 await self._empty_encoder_cache()
             if await self.label() != mark:
                 raise EngineError(self._restarted_while_loading(version))
@@ -272,7 +272,7 @@ class VllmEngine(Transfers):
         return mark
 
     async def _check_weights_written(self, version: PolicyVersion) -> str:
-        """Check that the server was not restarted since the pause for the trainer's weights; return its label."""
+        """Return the server's label; raises if it was restarted since the pause in which the trainer wrote weights."""
         self._why_incomplete = f"engine {self.name} is between two versions until an update to {version} succeeds"
         shown = await self.label()
         if not self._admission.is_open and is_another_process(

@@ -66,8 +66,8 @@ class VllmInProcessEngine(Transfers):
 
     An AsyncLLM belongs to the event loop on which it was made or first used. There are three cases:
 
-    * It was made on a running loop: april's loop sends calls to that loop, which must not be blocked meanwhile (use the
-      asynchronous scheduler on that loop, or run the AsyncLLM's loop on a thread of its own).
+    * It was made on a running loop: april's own loop sends calls to that loop, which must not be blocked meanwhile. Use
+      the asynchronous scheduler there, or run that loop on a thread of its own.
     * It was made outside any loop and never used: it will belong to april's loop, and end with the scheduler.
     * ``loop`` is given: april sends calls to ``loop``.
 

@@ -116,7 +116,7 @@ class _VllmProbe(ServerProbe):
             ),
             *(("--api-server-count 1",) if several else (_DEVELOPER, "--enable-scale-out")),
         )  # fmt: skip
-        # read only now, because the metrics show that the requests above have queried a KV connector
+        # read after the requests above: only metrics of requests show that the server asks a KV connector
         if not self.shown and (await read_metrics(self.client)).asks_kv_connector:
             refuse_hidden_connector(self.client.url, self.config.salted_kv_connectors)
         return replace(facts, software=self.software)
@@ -291,7 +291,7 @@ class _VllmProbe(ServerProbe):
         return AdapterSite(max_rank=positive(lora, "max_lora_rank"), slots=positive(lora, "max_loras"), base=base)
 
     async def _vocab_size(self) -> int:
-        """Return the vocabulary's size from the settings, a refusal, or the model's files. Raises ConfigError."""
+        """Return the vocabulary's size, from settings, the server's refusal of an id, or files. Raises ConfigError."""
         if self.config.vocab_size is not None:
             return self.config.vocab_size
         body = {"model": self.served.name, "prompt": [0], "max_tokens": 1, "logit_bias": {str(NO_TOKEN): 1.0}}

@@ -22,7 +22,7 @@ NEAR_TIE = 1e-3
 
 
 def other_weights(bench: Bench) -> Weights:
-    """Return the subject's other weights; raises NotTested if there are none, NotOffered if the engine loads none."""
+    """Return a second set of weights for the engine; raises NotTested without one, NotOffered if it loads none."""
     bench.offered("updates_from_disk")
     if bench.subject.other is None:
         raise NotTested("no second set of weights was given")
@@ -34,7 +34,7 @@ def require_greedy(
 ) -> None:
     """Raise Broken unless tokens ``start`` to ``end`` are the greedy choice under ``weights``.
 
-    Does nothing without reference logits, or if greedy responses do not repeat.
+    Does nothing without reference logits, or if the engine's greedy responses are not reproducible.
     """
     tokens, forbidden = reading.tokens[:end], list(bench.engine.capabilities.eos_token_ids)
     if weights.reference is None or len(tokens) <= start or not bench.subject.greedy_repeats:
