@@ -661,8 +661,7 @@ class RolloutDriver:
     def _deliver(self, command: do.Deliver) -> None:
         batch = command.batch
         samples = [sample.id for sample in batch.samples]
-        returned = self.executor.samples.outputs()
-        outputs = {name: returned[name] for name in samples if name in returned}
+        outputs = {name: output for name in samples if (output := self.executor.samples.output_of(name)) is not None}
         self.executor.samples.forget(samples)
         if outputs:
             for sample in batch.samples:  # changed in place, as copying thousands would block the loop

@@ -153,6 +153,10 @@ class SampleFunctions:
         if end < len(samples):
             asyncio.get_running_loop().call_soon(self.forget, samples, end)
 
+    def output_of(self, sample: SampleId) -> Any:
+        """Return the value that a sample's rollout function returned; None if there is none."""
+        return self._outputs.get(sample)
+
     def outputs(self, *, of_finished: bool = False) -> dict[SampleId, Any]:
         """Return the values (not None) that rollout functions returned, by sample, or only of finished samples."""
         runners = self._runners
@@ -432,7 +436,7 @@ class SampleFunctions:
     def responses(self, samples: Iterable[Sample], *, judged: bool = False) -> list[Response]:
         """Return finished samples as responses for reward functions; ``judged`` adds their rewards, for filters."""
         detokenizer = self._functions.detokenizer
-        return [response_of(s, self._outputs.get(s.id), detokenizer, s.reward if judged else None) for s in samples]
+        return [response_of(s, self.output_of(s.id), detokenizer, s.reward if judged else None) for s in samples]
 
     def evaluation_responses(self, groups: Iterable[Group]) -> tuple[tuple[Response, ...], ...]:
         """Return the responses of an evaluation, group by group, and forget its samples."""
