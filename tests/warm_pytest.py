@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import resource
+import signal
 import sys
 from typing import Any
 
@@ -18,6 +19,8 @@ NOT_RUN = 70
 """Exit code of a run that did not come to its end: none of pytest's."""
 MOST_CPU_S = 900
 """CPU seconds after which a run is killed, as with a bug a test may never end."""
+MOST_S = 300
+"""Seconds after which a test that waits fails, for the same reason."""
 
 
 def main() -> None:
@@ -39,6 +42,8 @@ def main() -> None:
         if not child:
             code = NOT_RUN
             resource.setrlimit(resource.RLIMIT_CPU, (MOST_CPU_S, MOST_CPU_S))
+            signal.signal(signal.SIGALRM, _fail)
+            signal.alarm(MOST_S)
             try:
                 code = _run(asked)
             finally:
@@ -47,6 +52,10 @@ def main() -> None:
                 os._exit(code)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _fail(*_: Any) -> None:
+    raise TimeoutError(f"the tests have not ended within {MOST_S} s")
 
 
 def _run(asked: dict[str, Any]) -> int:
