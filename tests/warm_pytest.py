@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 NOT_RUN = 70
@@ -70,8 +71,20 @@ def _run(asked: dict[str, Any]) -> int:
     os.environ.update(asked["environment"])
     sys.dont_write_bytecode = False  # what pytest makes of a file of tests is the same for the next run
     sys.path.insert(0, asked["directory"])
-    # what is there already was not rewritten, and has no assertions that a test shows
-    return int(pytest.main(["-W", "ignore::pytest.PytestAssertRewriteWarning", *asked["arguments"]]))
+    outcome = _Outcome()
+    # pytest raises at its own end if a failed test has left an engine open
+    with suppress(Exception):
+        # what is there already was not rewritten, and has no assertions that a test shows
+        pytest.main(["-W", "ignore::pytest.PytestAssertRewriteWarning", *asked["arguments"]], plugins=[outcome])
+    return outcome.code
+
+
+class _Outcome:
+    code = NOT_RUN
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Keep what pytest says of all tests."""
+        self.code = int(exitstatus)
 
 
 if __name__ == "__main__":
