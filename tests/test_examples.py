@@ -284,6 +284,7 @@ def logprobs_of(model: Any, token_ids: list[int]) -> torch.Tensor:
     return scores
 
 
+@pytest.mark.filterwarnings("ignore:policy_loss. the weights of the responses")  # the machine decides how old they are
 def test_distillation_brings_the_student_to_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     """examples/distillation.py on tiny models: the log-probabilities are the teacher's, and the divergence falls."""
     torch.manual_seed(1)
